@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 CONTROL = "random"
 """Name of the series that others are compared with, unless a study names another, and of its score."""
+ImageSize = int | Mapping[str, int]
+"""A side in pixels, or the fewest and most pixels of an image, as the `size` of Qwen-VL's processors has them."""
 FIT = "fit"
 """In place of a number of a candidate: the one that brings its FLOPs to its budget."""
 
@@ -64,7 +66,8 @@ class Candidate:
     Args:
         routing: As in a training config; for `mmod.advise`, that of the part that is made cheaper.
         methods: As in a training config: mappings with the `kind` and the fields of a method, applied before routing.
-        image_size: Side of its images in pixels, where it differs, or "fit"; position embeddings are resampled.
+        image_size: Side of its images in pixels, where it differs, or "fit"; position embeddings are resampled. For
+            processors that limit pixels, their `size`: `shortest_edge` and `longest_edge`, the fewest and the most.
         changes: Fields of its training config that differ, nested as there.
         from_scratch: Train it from random weights instead of fine-tuning the dense model.
         is_trained: Train it, where a comparison trains at all.
@@ -83,7 +86,7 @@ class Candidate:
     _: dataclasses.KW_ONLY
     routing: Any = None
     methods: tuple[Mapping[str, Any], ...] = ()
-    image_size: int | str | None = None
+    image_size: ImageSize | str | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     from_scratch: bool = False
     is_trained: bool = True
@@ -107,11 +110,13 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Its name, with the side of smaller images, which their share of the FLOPs does not say."""
+        """Its name, with the side or the most pixels of smaller images, which their share does not say."""
         sizes = [self.image_size, *(method.get("size") for method in self.methods if method["kind"] == "resize")]
         side = next((size for size in sizes if size is not None), None)
         if side is None or not self.series:
             return self.name
+        if isinstance(side, Mapping):
+            return f"{self.name} (at most {side['longest_edge']:,})"
         # Height and width, where images are not square.
         pixels = side if isinstance(side, int) else " x ".join(map(str, side))
         return f"{self.name} ({pixels} px)"
@@ -137,7 +142,11 @@ class Candidate:
             part: The part that is routed.
             is_only: The model has no other part, so its name is left out.
         """
-        lines = [] if self.image_size is None else [f"model: {json.dumps({'image_size': self.image_size})}"]
+        lines = []
+        if isinstance(self.image_size, Mapping):
+            lines.append(f"model: {json.dumps({'processor_args': {'size': self.image_size}})}")
+        elif self.image_size is not None:
+            lines.append(f"model: {json.dumps({'image_size': self.image_size})}")
         if self.methods:
             lines.append(f"methods: {json.dumps(self.methods)}")
         if self.routing is not None:

@@ -23,6 +23,7 @@ from mmod.analysis.table import Measured
 from mmod.analysis.timing import PASSES, Reading, image_reading
 from mmod.analysis.tracing import trace
 from mmod.io.store import fingerprint
+from mmod.planning.candidate import ImageSize
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.early import BATCH
 from mmod.planning.plan_search import run_batch
@@ -42,8 +43,8 @@ MIX = "mix"
 """Name of the timed pass over prompts of different lengths."""
 ALONE = "batch 1"
 """Name of the timed passes over single images."""
-AtSize = Callable[[nn.Module, int], Iterable[Mapping[str, Any]]]
-"""Makes a model read images of another side in pixels, in place, and returns the batches at that side."""
+AtSize = Callable[[nn.Module, ImageSize], Iterable[Mapping[str, Any]]]
+"""Makes a model read images of another size, in place, and returns the batches at that size."""
 
 
 class Costs(NamedTuple):
@@ -152,7 +153,7 @@ class Images:
         if given != wanted:
             raise ValueError(f"it returns {given} numbers, and the dense model {wanted}")
 
-    def read_by(self, model: nn.Module, side: object) -> Images:
+    def read_by(self, model: nn.Module, size: object) -> Images:
         """Return the images as a changed model reads them; methods that resize do so in the model."""
         self.check(model)
         return self
@@ -224,12 +225,12 @@ def _patch_of(size: tuple[int, int], grid: tuple[int, int] | None) -> tuple[int,
 class Prompts:
     """Batches of prompts, evaluated by generated answers where there are labels, else by the next tokens of all text.
 
-    Attributes are those of `Images`, and what makes a model read images of another side and returns all batches so.
+    Attributes are those of `Images`, and what makes a model read images of another size and returns all batches so.
     """
 
     redundancy = None
     note = ""
-    batches_at: Callable[[nn.Module, int], list[Mapping[str, Any]]] | None = None
+    batches_at: Callable[[nn.Module, ImageSize], list[Mapping[str, Any]]] | None = None
 
     def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]], is_right: IsRight) -> None:
         self.measure = AGREEMENT
@@ -265,22 +266,23 @@ class Prompts:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def read_by(self, model: nn.Module, side: object) -> Prompts:
-        """Return the prompts as a changed model reads them, with images of a side in pixels; None is their own.
+    def read_by(self, model: nn.Module, size: object) -> Prompts:
+        """Return the prompts as a changed model reads them, perhaps with images of another size.
 
         Raises:
             ValueError: The model cannot be run on them, or in a time that cannot be compared with the dense model's.
         """
-        if self.batches_at is None or not isinstance(side, int):
+        if self.batches_at is None or not isinstance(size, (int, Mapping)):
             self.check(model)
             return self
         try:
             # The first ones are for plans.
-            resized = self._resized(model, self.batches_at(model, side)[-len(self.batches) :])
+            resized = self._resized(model, self.batches_at(model, size)[-len(self.batches) :])
             resized.check(model)
         except (RuntimeError, LookupError, TypeError) as error:
             # Hosts and processors that split images, or fix their tokens, fail in many ways at another size.
-            raise ValueError(f"images of {side} px: {error}") from error
+            images = f"at most {size['longest_edge']:,} pixels" if isinstance(size, Mapping) else f"{size} px"
+            raise ValueError(f"images of {images}: {error}") from error
         return resized
 
     def _resized(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Prompts:
@@ -288,6 +290,8 @@ class Prompts:
         texts = [self._text(batch) for batch in batches]
         if not all(map(torch.equal, texts, map(self._text, self.batches))) or len(texts) != len(self.batches):
             raise ValueError("images of another size change more of the prompts than the number of image tokens")
+        if _count(batches, self.image_token) >= _count(self.batches, self.image_token):
+            raise ValueError("images of another size have as many image tokens as before")
         resized = copy.copy(self)
         resized.batches = batches
         resized.questions = [questions_of(batch, self.pad) for batch in batches] if self.has_labels else []
@@ -350,6 +354,10 @@ class Prompts:
         logits_TF = outputs(model, batch, self.part)
         told = [logits_TF] if batch.get("labels") is None else [logits_TF, batch["labels"]]
         return logits_TF.argmax(-1).cpu(), fingerprint(*told)
+
+
+def _count(batches: Iterable[Mapping[str, Any]], token: int) -> int:
+    return sum(int((batch["input_ids"] == token).sum()) for batch in batches)
 
 
 def _read(batch: Mapping[str, Any]) -> str:

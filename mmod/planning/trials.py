@@ -37,7 +37,7 @@ from mmod.methods.resolve import resolve_routing
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice
-from mmod.planning.candidate import CONTROL, Candidate
+from mmod.planning.candidate import CONTROL, Candidate, ImageSize
 from mmod.planning.choice import TOLERANCE, AdviceRow
 from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, front_in, milliseconds, near_front
@@ -69,6 +69,7 @@ def advise(
     models: Mapping[str, nn.Module] | None = None,
     is_right: IsRight = same_tokens,
     at_size: AtSize | None = None,
+    pixel_limits: Mapping[str, int] | None = None,
     folder: str | Path | None = None,
     note: str = "",
     title: str | None = None,
@@ -112,8 +113,11 @@ def advise(
             the control of those that are routed.
         is_right: Whether a generated answer is right, by its tokens and those of the label; by default, whether they
             are the same.
-        at_size: Makes a language model read images of another side in pixels, in place, and returns the batches of the
-            same prompts at that side; `mmod advise` passes it for LLaVA-like models. None tries no smaller images.
+        at_size: Makes a language model read images of another size, in place, and returns the batches of the same
+            prompts at that size; `mmod advise` passes it. The size is a side in pixels, or other `pixel_limits`. None
+            tries no smaller images.
+        pixel_limits: Fewest and most pixels of an image that the processor makes, `shortest_edge` and `longest_edge`
+            in the `size` of Qwen-VL's image processors; None for those with a side.
         folder: Write `advice.json`, `advice.md`, `advice.png` and `question.json` here, and `store.jsonl`, from which
             an interrupted call resumes. Advice on other samples or with other settings is not replaced. None writes
             nothing. For `models`, call the result's `save` instead.
@@ -152,6 +156,12 @@ def advise(
         raise ValueError(
             "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
         )
+    check_value("pixel_limits", pixel_limits, Mapping[str, int] | None)
+    if pixel_limits is not None and (at_size is None or pixel_limits.keys() != {"shortest_edge", "longest_edge"}):
+        raise ValueError(
+            f"pixel_limits are the shortest_edge and longest_edge that at_size changes, got {dict(pixel_limits)} and "
+            f"at_size={at_size}"
+        )
     if models and folder is not None:
         raise ValueError("results of `models` have no code to be known by: leave out folder, and save the advice")
     store = None if folder is None else Path(folder) / STORE
@@ -163,7 +173,11 @@ def advise(
     unfitted: dict[str, str] = {}
     with in_mode(False, model), torch.no_grad():
         if stack.language:
-            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, at_size, store)
+            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store)
+            if at_size is not None:
+                samples.batches_at = partial(_batches_at, at_size, images)
+                smaller, unfitted = smaller_images(model, samples.batches, pixel_limits)
+                chosen = [*chosen, *smaller]
         else:
             samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size)
             if candidates is None:
@@ -292,7 +306,6 @@ def _prompts(
     count: int,
     candidates: Sequence[Candidate] | None,
     is_right: IsRight,
-    at_size: AtSize | None,
     store: Path | None,
 ) -> tuple[Prompts, Sequence[Candidate]]:
     """Return prompts to evaluate candidates on, and the candidates; plans are searched on the first fifth."""
@@ -314,10 +327,7 @@ def _prompts(
         f"Plans were searched on the first {ends[searched - 1]} of {ends[-1]} prompts, and all candidates evaluated on "
         f"the other {len(evaluated)}. {evaluated.note}"
     ).rstrip()
-    if at_size is None:
-        return evaluated, candidates
-    evaluated.batches_at = partial(_batches_at, at_size, count)
-    return evaluated, [*candidates, *smaller_images(model)]
+    return evaluated, candidates
 
 
 def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack, bool]:
@@ -391,8 +401,8 @@ def _ready_models(
     return entrants
 
 
-def _batches_at(at_size: AtSize, count: int, model: nn.Module, side: int) -> list[Mapping[str, Any]]:
-    return first_prompts(at_size(model, side), count, next(model.parameters()).device)
+def _batches_at(at_size: AtSize, count: int, model: nn.Module, size: ImageSize) -> list[Mapping[str, Any]]:
+    return first_prompts(at_size(model, size), count, next(model.parameters()).device)
 
 
 def evaluate_once(

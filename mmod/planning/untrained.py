@@ -175,8 +175,53 @@ def language_candidates(
     return candidates
 
 
-def smaller_images(model: Any) -> list[Candidate]:
-    """Return candidates that read smaller images, named by the share of patches; none for images of any size."""
+def smaller_images(
+    model: Any, batches: Sequence[Mapping[str, Any]], limits: Mapping[str, int] | None
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Return candidates that read smaller images, by the share of patches or pixels, and why there are none.
+
+    Args:
+        batches: Prompts with the images as they are read today.
+        limits: Fewest and most pixels of an image, where the processor limits them.
+    """
+    grids = [batch["image_grid_thw"] for batch in batches if batch.get("image_grid_thw") is not None]
+    if limits is None:
+        candidates = _smaller_sides(model)
+        reason = "the model reads images of any size, and its processor has no limit of their pixels"
+    elif grids:
+        candidates = _fewer_pixels(torch.cat(grids).prod(1) * model.config.vision_config.patch_size**2, limits)
+        reason = ""
+    else:
+        candidates = []
+        reason = "no prompt has an image_grid_thw, from which the pixels of images follow"
+    return candidates, {} if candidates else {"smaller images": reason}
+
+
+def _fewer_pixels(pixels_I: Tensor, limits: Mapping[str, int]) -> list[Candidate]:
+    """Return candidates whose images have shares of their pixels (I: images) in all, of which small ones lose none."""
+    candidates = []
+    for share in _BUDGETS:
+        most = _level(sorted(pixels_I.tolist()), share)
+        # Small images would else be enlarged beyond the limit of large ones.
+        size = {"shortest_edge": min(limits["shortest_edge"], most), "longest_edge": most}
+        name = f"{share:g} of the pixels"
+        candidates.append(Candidate(name, image_size=size, series="fewer-pixels", budget=share))
+    return candidates
+
+
+def _level(values: Sequence[int], share: float) -> int:
+    """Return the level to which the largest of ascending values are cut, so that a share of the sum remains."""
+    remaining = share * sum(values)
+    for number, value in enumerate(values):
+        level = remaining / (len(values) - number)
+        if level <= value:
+            return int(level)
+        remaining -= value
+    return values[-1]
+
+
+def _smaller_sides(model: Any) -> list[Candidate]:
+    """Return candidates that read images of smaller sides; none for images of any size."""
     vision = getattr(model.config, "vision_config", None)
     size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
     if not isinstance(size, int) or not isinstance(patch, int):

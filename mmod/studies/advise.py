@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> None:
     batches: Iterable[Any]
     is_right: IsRight = same_tokens
     at_size: AtSize | None = None
+    pixel_limits: Mapping[str, int] | None = None
     if options.prompts is None:
         found = open_advised(options.model, options.checkpoint, options.pretrained, options.image_size, options.measure)
         preprocessing = _checked(found.preprocessing, options)
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
         model = opened.model
         batches = [batch]
     else:
-        model, batches, is_right, at_size, note = read_prompts(options)
+        model, batches, is_right, at_size, pixel_limits, note = read_prompts(options)
     folder = Path(options.output or _folder_of(options))
     is_folder = Path(options.model).is_dir()
     # Language models of the hub, which `open_model` would take for those of timm.
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str]) -> None:
         faster=options.faster,
         is_right=is_right,
         at_size=at_size,
+        pixel_limits=pixel_limits,
         folder=folder,
         note=note,
         title=f"Advice for {options.model}",

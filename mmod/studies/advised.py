@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from mmod.io.yaml import read_yaml
 from mmod.opening.open import OPEN_CLIP, open_model
 from mmod.opening.opened import Opened
 from mmod.opening.runs import RUN_CONFIG, find_run
+from mmod.planning.candidate import ImageSize
 from mmod.planning.prompts import IsRight
 from mmod.planning.samples import AtSize
 from mmod.training.command import parse_run
@@ -98,14 +99,31 @@ def _take_off_head(model: Any, name: str, measure: str | None) -> None:
         model.reset_classifier(0, *([""] if measure == "patches" else []))
 
 
-def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any], IsRight, AtSize, str]:
-    """Load a vision-language model, read prompts for it, also with smaller images, and say what was opened.
+class ReadPrompts(NamedTuple):
+    """A dense vision-language model and its prompts, with what `mmod.advise` needs of them.
+
+    Attributes:
+        pixel_limits: The limits of the processor, by which `at_size` makes images smaller; None takes their side.
+        note: What was opened, in a sentence.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    is_right: IsRight
+    at_size: AtSize
+    pixel_limits: Mapping[str, int] | None
+    note: str
+
+
+def read_prompts(options: argparse.Namespace) -> ReadPrompts:
+    """Load a vision-language model and read prompts for it, also with smaller images.
 
     Answers are right by their texts, as in an evaluation of chats: but for case and spacing.
     """
     # Imported late: importing them needs transformers.
     from mmod.training.chat.config import ModelConfig, TrainConfig
     from mmod.training.chat.kind import ChatKind
+    from mmod.training.chat.processor import pixel_limits_of
     from mmod.training.chat.start import resize_images
 
     unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
@@ -127,18 +145,24 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     # Batches are whole: the last may go beyond the number.
     number = -(-options.number // options.batch_size)
     prompts = _a_fifth_first(calibration(kind, opened.model, number, options.batch_size))
-    tokenizer = kind.collator.processor.tokenizer
+    processor = kind.collator.processor
+    tokenizer = processor.tokenizer
 
     def is_right(given_A: Tensor, answer_A: Tensor) -> bool:
         texts = tokenizer.batch_decode([given_A, answer_A], skip_special_tokens=True)
         given, answer = map(plain_answer, texts)
         return given == answer
 
-    def at_size(model: nn.Module, side: int) -> Iterable[Any]:
-        resize_images(model, side)
-        return _a_fifth_first(calibration(ChatKind(config.at_size(side)), model, number, options.batch_size))
+    def at_size(model: nn.Module, size: ImageSize) -> Iterable[Any]:
+        if isinstance(size, int):
+            resize_images(model, size)
+            resized = config.at_size(size)
+        else:
+            resized = config.with_pixels(size)
+        return _a_fifth_first(calibration(ChatKind(resized), model, number, options.batch_size))
 
-    return opened.model, prompts, is_right, at_size, f"The model is {opened.sentence}."
+    note = f"The model is {opened.sentence}."
+    return ReadPrompts(opened.model, prompts, is_right, at_size, pixel_limits_of(processor), note)
 
 
 def _a_fifth_first(loader: Any) -> Iterable[Any]:

@@ -226,6 +226,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         {"model": {**WORDS, "processor_args": {"size": 784}}},
         "those of a saved processor, not of 'words'",
     ),
+    (
+        ChatConfig,
+        {"model": {"checkpoint": "qwen", "processor_args": {"size": {"shortest_edge": 784}, "max_pixels": 3136}}},
+        "model.processor_args: max_pixels would replace a part of size: leave one out",
+    ),
     (ChatConfig, {"lora": {"r": 2, "peft_type": "FOO"}}, "lora.peft_type must be 'LORA', got 'FOO'"),
     (TextConfig, {"methods": RECURSIONS, "routing": {"preset": "mod"}}, "'routing' cannot follow 'recursions'"),
     (TextConfig, {"methods": RECURSIONS, "grad_checkpointing": True}, "'recursions' cannot be trained with grad_check"),

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+import yaml
 from open_clip.model import set_model_preprocess_cfg
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlavaForConditionalGeneration
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 import mmod
 from mmod.analysis import timing
@@ -25,7 +26,8 @@ from mmod.data.readers.conversations import ConversationsConfig
 from mmod.methods import methods_of
 from mmod.planning import Candidate, trials, untrained
 from mmod.planning.prompts import questions_of
-from mmod.studies.advised import open_advised
+from mmod.studies import advise
+from mmod.studies.advised import open_advised, read_prompts
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig as ChatModelConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
@@ -40,7 +42,7 @@ from tests.kit.clip_zoo import make_clip, small_config
 from tests.kit.disk import visible
 from tests.kit.fitted import few_series, fit_once
 from tests.kit.folders import make_image_model, save_image_model, save_images
-from tests.kit.prompts import make_prompts
+from tests.kit.prompts import make_prompts, make_qwen_prompts
 
 ALL_SERIES = untrained.image_series
 
@@ -400,6 +402,72 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     assert refused["smaller-image-0.25"] == "images of 4 px: no grid of this size"
     with pytest.raises(ValueError, match="leave it out for images, or candidates"):
         mmod.advise(timm.create_model("test_vit"), [torch.zeros(1, 3, 160, 160)], at_size=at_size)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_fewer_pixels_of_images_of_any_size_are_compared(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "language_candidates", lambda *_: [])
+    make_qwen_prompts(tmp_path, kind)
+    options = ["--prompts", str(tmp_path / "questions.json"), "--batch_size", "2", "--device", "cpu"]
+    read = read_prompts(advise._parser().parse_args([str(tmp_path / "qwen"), *options]))
+    batches = list(read.batches)
+    image = read.model.config.image_token_id
+    limits = read.pixel_limits
+    assert limits == {"shortest_edge": 64, "longest_edge": 25600}
+    folder, show = str(tmp_path / "qwen"), {"progress": False}
+    advice = mmod.advise(read.model, batches, at_size=read.at_size, pixel_limits=limits, **show)
+    rows = {row.name: row for row in advice.rows}
+    assert set(rows) == {f"{share} of the pixels" for share in (0.7, 0.5, 0.35)}
+    # Plans are searched on the first batch.
+    pictures = [Image.open(tmp_path / f"{number}.png") for number in range(2, 6)]
+    pixels = [picture.width * picture.height for picture in pictures]
+
+    def counted(processor: Any) -> list[int]:
+        grids = processor.image_processor(images=pictures, return_tensors="pt")["image_grid_thw"]
+        return (grids.prod(1) // 4).tolist()
+
+    def cost(model: Any, batch: Any) -> int:
+        tokens = int((batch["input_ids"] == image).sum())
+        return mmod.flops(model, mmod.Prompt(10, tokens, pixels=batch)).routed
+
+    dense = counted(AutoProcessor.from_pretrained(folder))
+    assert dense == [number // 64 for number in pixels]
+    text = sum(int(((batch["input_ids"] != image) & batch["attention_mask"].bool()).sum()) for batch in batches[1:])
+    costs = [cost(read.model, batches[1])]
+    for share in (0.7, 0.5, 0.35):
+        row = rows[f"{share} of the pixels"]
+        # What a user writes.
+        size = yaml.safe_load(row.config)["model"]["processor_args"]["size"]
+        assert row.label == f"{row.name} (at most {size['longest_edge']:,})"
+        assert row.code == ""
+        assert sum(min(one, size["longest_edge"]) for one in pixels) == pytest.approx(share * sum(pixels), abs=4)
+        tokens = counted(AutoProcessor.from_pretrained(folder, size=size))
+        # Whole tokens, along both sides.
+        assert 0.85 * share < sum(tokens) / sum(dense) <= share
+        # Means per prompt, in whole tokens.
+        assert row.cache is not None
+        assert advice.cache is not None
+        few, many = (sum(one) // 4 + (text + sum(one)) // 4 - sum(one) // 4 for one in (tokens, dense))
+        assert row.cache / advice.cache == pytest.approx(few / many)
+        again = list(read.at_size(read.model, size))
+        for before, after in zip(batches, again):
+            words = [batch["input_ids"][batch["attention_mask"].bool()] for batch in (before, after)]
+            assert torch.equal(*[ids[ids != image] for ids in words])
+        costs.append(cost(read.model, again[1]))
+    assert costs == sorted(costs, reverse=True)
+    assert len(set(costs)) == len(costs)
+    # Its processor may have no limit.
+    refused = mmod.advise(read.model, batches, at_size=read.at_size, **show).refused
+    assert refused["smaller images"].endswith("and its processor has no limit of their pixels")
+    options = {"at_size": lambda *_: batches, "pixel_limits": limits}
+    refused = mmod.advise(read.model, batches, **options, **show).refused
+    assert set(refused) == set(rows)
+    assert refused["0.5 of the pixels"] == "images of another size have as many image tokens as before"
+    for wrong in ({"pixel_limits": limits}, {"at_size": read.at_size, "pixel_limits": {"max_pixels": 64}}):
+        with pytest.raises(ValueError, match="pixel_limits are the shortest_edge and longest_edge that at_size"):
+            mmod.advise(read.model, batches, **wrong)
 
 
 def test_a_file_of_prompts_gives_a_report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,8 @@ WORDS = "words"
 BPE = "bpe"
 BUILT = (WORDS, BPE)
 """Processors that are built for a run."""
+# Older names for the limits in the `size` of a processor.
+_PIXELS = ("min_pixels", "max_pixels")
 # Set by the run.
 _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "do_train")
 # Wrong here, or where the questions to be asked are missing.
@@ -88,6 +91,9 @@ class ModelConfig(Checked, group="model"):
             raise ValueError("model.config needs model.processor: a folder, a name, 'bpe' or 'words'")
         if self.processor_args and self.processor in BUILT:
             raise ValueError(f"model.processor_args are those of a saved processor, not of {self.processor!r}")
+        older = [name for name in _PIXELS if self.processor_args.get(name) is not None]
+        if older and self.processor_args.get("size") is not None:
+            raise ValueError(f"model.processor_args: {', '.join(older)} would replace a part of size: leave one out")
         if self.config is None:
             return
         check_described(self.config)
@@ -198,6 +204,13 @@ class TrainConfig(RunConfig):
     def keys_of_size(self, side: int) -> dict[str, Any]:
         """Return the key of the model, whose processor resizes images."""
         return {"model": {"image_size": side}}
+
+    def with_pixels(self, size: Mapping[str, int]) -> TrainConfig:
+        """Return the config whose processor limits the pixels of an image; see `pixel_limits_of`."""
+        # Their older names, which would be taken instead.
+        kept = {name: value for name, value in self.model.processor_args.items() if name not in _PIXELS}
+        model = dataclasses.replace(self.model, processor_args={**kept, "size": dict(size)})
+        return dataclasses.replace(self, model=model)
 
     @property
     def is_sharded(self) -> bool:

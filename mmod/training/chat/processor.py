@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -57,6 +58,24 @@ def _at_size(processor: Any, side: int) -> Any:
             raise ValueError(f"model.image_size: {type(images).__name__} takes images of any size, with size={current}")
         setattr(images, name, changed or current)
     return processor
+
+
+def pixel_limits_of(processor: Any) -> dict[str, int] | None:
+    """Return the fewest and most pixels of an image, as `size` has them; None for processors without such limits."""
+    images = processor.image_processor
+    size = dict(getattr(images, "size", None) or {})
+    fewest, most = size.get("shortest_edge"), size.get("longest_edge")
+    count = getattr(images, "get_number_of_image_patches", None)
+    if count is None or not fewest or not most:
+        return None
+    # The names are those of sides, and some count the pixels of several frames: a large image tells.
+    side = 2 * math.isqrt(most)
+    patches = count(side, side, {})
+    if not isinstance(patches, int):
+        return None
+    pixels = patches * images.patch_size**2
+    is_of_pixels = 2 * pixels > most >= pixels
+    return {"shortest_edge": fewest, "longest_edge": most} if is_of_pixels else None
 
 
 def create_word_processor(image_size: int, patch_size: int) -> Any:

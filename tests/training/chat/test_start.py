@@ -21,7 +21,7 @@ from mmod.io.refusals import one_line_errors
 from mmod.io.tensors import read_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
-from mmod.training.chat.processor import create_processor
+from mmod.training.chat.processor import create_processor, pixel_limits_of
 from mmod.training.chat.start import create_with_processor, freeze_parts, resize_images, router_parameters
 from mmod.training.kinds import estimate
 from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, PREDICTOR, VISION, vlm_config
@@ -234,6 +234,27 @@ def test_adapters_train_beside_named_modules_and_from_decomposed_weights(folder:
     create_with_processor(vlm_config(folder, lora={"target_modules": ["q_proj"], "init_lora_weights": "pissa"}), True)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("Qwen2VLImageProcessor", {}, (3136, 1003520)),
+        ("Qwen2VLImageProcessor", {"max_pixels": 7840, "patch_size": 16}, (3136, 7840)),
+        ("VideoLlama3ImageProcessor", {}, (3136, 1003520)),
+        # It counts the pixels of two frames.
+        ("Glm4vImageProcessor", {}, None),
+        ("Idefics2ImageProcessor", {}, None),
+        ("CLIPImageProcessor", {}, None),
+    ],
+)
+def test_processors_that_limit_pixels_are_told_from_those_with_sides(
+    name: str, arguments: dict[str, Any], expected: tuple[int, int] | None
+) -> None:
+    processor = qwen()
+    processor.image_processor = getattr(transformers, name)(**arguments)
+    limits = pixel_limits_of(processor)
+    assert (limits and tuple(limits.values())) == expected
+
+
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_processors_take_arguments(tmp_path: Path) -> None:
     qwen().save_pretrained(tmp_path / "processor")
@@ -249,4 +270,9 @@ def test_processors_take_arguments(tmp_path: Path) -> None:
         return counts.pop()
 
     assert tokens() == 49
-    assert tokens(size={"shortest_edge": 784, "longest_edge": 28 * 28 * 20}) == 16
+    limits = {"shortest_edge": 784, "longest_edge": 28 * 28 * 20}
+    assert tokens(size=limits) == 16
+    # Its place is taken.
+    source = ModelConfig(config=MODEL, processor="saved", processor_args={"max_pixels": 1, "use_fast": True})
+    limited = vlm_config(tmp_path, model=source).with_pixels(limits)
+    assert limited.model.processor_args == {"use_fast": True, "size": limits}
