@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -50,8 +51,8 @@ ROUNDS = 5
 # What training may change, and where models are tuned that a study can make.
 _UNTRAINED = "Nothing was trained here: fine-tuned models may lose less, and rank differently."
 _STUDY = (
-    "Nothing was trained here: `mmod tradeoff my-model --dense RUN --tune true` fine-tunes the same candidates, after "
-    "which another may lose least."
+    "Nothing was trained here: `mmod tradeoff my-model --dense {run} --tune true` fine-tunes the same candidates, "
+    "after which another may lose least."
 )
 
 
@@ -74,6 +75,7 @@ def advise(
     note: str = "",
     title: str | None = None,
     opening: str = "",
+    run: str = "RUN",
     progress: bool = True,
 ) -> Advice:
     """Try candidates that need no training and say which one pays on these images or prompts and this machine.
@@ -124,6 +126,7 @@ def advise(
         note: A sentence about the data, for the report.
         title: Title of `advice.md`; None names the model.
         opening: The line of Python that opens the model, which the lines of candidates follow.
+        run: The run folder of the model, which the report names in a command.
         progress: Show a bar.
 
     Raises:
@@ -207,7 +210,7 @@ def advise(
     untrained = ""
     if chosen:
         is_as_in_study = is_named and not stack.language and candidates is None
-        untrained = _STUDY if is_as_in_study else _UNTRAINED
+        untrained = _STUDY.format(run=shlex.quote(run)) if is_as_in_study else _UNTRAINED
     advice = Advice(
         rows,
         refused | unfitted,

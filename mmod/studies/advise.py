@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import folder_name
 from mmod.io.refusals import OneLineParser
-from mmod.io.yaml import parse_option
+from mmod.io.yaml import parse_option, read_yaml
 from mmod.names import near_names
-from mmod.opening.runs import find_weights
+from mmod.opening.runs import RUN_CONFIG, find_run, find_weights
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def main(arguments: Sequence[str]) -> None:
             # Advice undoes the methods of a saved model.
             dense=True if is_folder else None,
         ),
+        run=_run_of(options),
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
 
@@ -113,6 +114,16 @@ def _check_files(options: argparse.Namespace) -> None:
         missing.append(f"no images in {options.images!r}: it is no folder, or an empty one")
     if missing:
         raise FileNotFoundError("; and ".join(missing))
+
+
+def _run_of(options: argparse.Namespace) -> str:
+    """Return the run that a study would take for its dense model; "RUN" where the model is no such run."""
+    run = find_run(options.model)
+    if run is None or options.checkpoint is not None:
+        return "RUN"
+    config = read_yaml(run / RUN_CONFIG)
+    is_dense = config.get("routing") is None and not config.get("methods")
+    return str(run) if is_dense else "RUN"
 
 
 # Options besides the samples that another question of the same model differs in.

@@ -179,8 +179,18 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
     dense = mmod.undo_(load(kind_of(expected)))
     with torch.no_grad():
         torch.testing.assert_close(advised.model.eval()(pixels), dense(pixels))
-    main(["advise", "run", "--images", str(folder), "--output", "other", "--mean", "0.5", "--std", "0.2"])
-    assert "mean (0.5), std (0.2)." in capsys.readouterr().out
+    again = ["--images", str(folder), "--output", "other", "--mean", "0.5", "--std", "0.2"]
+    main(["advise", "run", *again])
+    shown = capsys.readouterr().out
+    assert "mean (0.5), std (0.2)." in shown
+    # No study takes a changed model for its dense one.
+    assert "`mmod tradeoff my-model --dense RUN --tune true` fine-tunes the same candidates" in shown
+    fields = yaml.safe_load(Path("run/config.yaml").read_text())
+    Path("run/config.yaml").write_text(yaml.safe_dump({**fields, "methods": []}))
+    named = {"RUN": ["test_vit", "other", "run --checkpoint weights.pt"], "run": ["run", "run/model"]}
+    for run, asked in named.items():
+        for one in asked:
+            assert advise._run_of(advise._parser().parse_args([*one.split(), *again])) == run
     with pytest.raises(SystemExit, match="--mean needs 1 values, one for each channel, got 3"):
         main(["advise", "run", "--images", str(folder), "--mean", "0.5", "0.5", "0.5"])
     with pytest.raises(SystemExit, match="'run' has its own weights and size of images: leave out image_size"):

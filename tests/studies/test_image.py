@@ -880,14 +880,14 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
     kind: Any = kind_of(training_configs(config)[0])
     batches = list(image_stream(kind.config.data).batches(0))
-    advice = mmod.advise(load(kind), batches, images=12, progress=False)
+    advice = mmod.advise(load(kind), batches, images=12, run="runs/my dense", progress=False)
     rows = {row.name: row.accuracy for row in advice.rows}
     assert advice.accuracy == pytest.approx(result.points[0].figures[0]["top1"] / 100)
     assert set(rows) == {point.name for point in result.points} - {"dense"}
     assert "Nothing was trained" in result.table
     assert "Nothing was trained" in str(advice)
     # Each says what the other is for.
-    assert "`mmod tradeoff my-model --dense RUN --tune true` fine-tunes the same candidates" in str(advice)
+    assert "`mmod tradeoff my-model --dense 'runs/my dense' --tune true` fine-tunes the same candidates" in str(advice)
     assert "`mmod advise MODEL --images FOLDER` compares the same" in result.table
     # The same answer in the same words, for batches and for single images, also in the report.
     assert len(advice.recommendations) == 2
