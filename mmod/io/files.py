@@ -304,6 +304,14 @@ class LockedError(RuntimeError):
     """Another process holds the lock of a folder."""
 
 
+def check_free_of_others(folder: str | Path) -> None:
+    """Raise a LockedError if another process holds the lock of a folder; nothing is written."""
+    path = Path(folder).absolute()
+    if (path.parent / f".{path.name}.lock").exists():
+        with locked(folder, wait=False):
+            pass
+
+
 @contextmanager
 def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
     """Hold the lock of a folder: a file next to it, which the system releases when the process ends or crashes.

@@ -20,7 +20,10 @@ WEIGHTS = "model.safetensors"
 
 
 def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
-    """Write tensors and header strings; those that share memory are written in full, as the format has no sharing."""
+    """Write tensors and header strings; those that share memory are written in full, as the format has no sharing.
+
+    One process writes to a path at a time, as under the lock of a folder.
+    """
     from safetensors.torch import save_file
 
     path = Path(path)

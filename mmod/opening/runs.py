@@ -19,6 +19,8 @@ LAST_WEIGHTS = "last"
 """Folder of the last weights where the final model is their moving average."""
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
+SUMS = "sha256.json"
+"""Checksums of a checkpoint's files, which are written last."""
 # Each of these files describes a model, and stands in one folder with its weights.
 _DESCRIPTIONS = ("config.json", "mmod.json", "open_clip_config.json")
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
@@ -84,6 +86,16 @@ def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in a folder, newest first; other files are ignored."""
     return newest_first(path for path in checkpoint_folders(folder) if path.name.startswith("step-"))
+
+
+def trainer_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints by transformers' trainer in a folder, finished or not, newest first."""
+    return newest_first(path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal())
+
+
+def finished_checkpoints(folder: Path) -> list[Path]:
+    """Return the finished checkpoints by transformers' trainer in a folder, newest first."""
+    return [path for path in trainer_checkpoints(folder) if (path / SUMS).is_file()]
 
 
 def find_weights(path: str | Path) -> Path:

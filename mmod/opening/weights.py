@@ -21,9 +21,7 @@ from mmod.io.files import DamagedFileError, read_json_object, sha256
 from mmod.io.processes import gathered, process_count, process_rank
 from mmod.io.tensors import check_fits, read_tensors
 from mmod.opening.foreign import STAND_INS, Unread, clean_names, select_weights
-from mmod.opening.runs import find_weights, list_checkpoints
-
-SUMS = "sha256.json"
+from mmod.opening.runs import SUMS, find_weights, list_checkpoints
 
 
 def check_sums(folder: Path, *names: str, together: bool = False) -> None:

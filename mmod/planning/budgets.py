@@ -58,11 +58,17 @@ def at_budgets(
         return None if own is None or whole is None else own / whole
 
     chosen: list[Candidate] = []
+    # Those with a fitted number, by what they have besides it.
+    alike: dict[str, list[Candidate]] = {}
     left_out: dict[str, str] = {}
     for candidate in candidates:
         try:
             one = fitted(candidate, share_of, sides, patches)
-            chosen.append(one if _fitted_field(candidate) is None else _nearest_of(one, chosen, share_of))
+            if _fitted_field(candidate) is not None:
+                others = alike.setdefault(repr(dataclasses.replace(candidate, name="", budget=None, control=None)), [])
+                one = _nearest_of(one, others, share_of)
+                others.append(one)
+            chosen.append(one)
         except ValueError as refusal:
             if strict:
                 raise
@@ -105,14 +111,17 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[object], patch
 
 
 def _nearest_of(candidate: Candidate, others: Sequence[Candidate], share_of: Share) -> Candidate:
-    """Return a fitted candidate, or as the model of one of its series that costs as much, where both miss their budget.
+    """Return a fitted candidate, or the model of another that costs as much, where it misses its budget.
 
     Below the least that a series can cost, each budget would have another number of nearly that cost.
+
+    Args:
+        others: Candidates before it that differ from it in nothing but the fitted number, and what they are called.
     """
     share = share_of(candidate)
     if share is None or candidate.budget is None or abs(share / candidate.budget - 1) <= _TOLERANCE:
         return candidate
-    for other in (one for one in others if one.series == candidate.series):
+    for other in others:
         cost = share_of(other)
         if cost is not None and abs(cost / share - 1) < _ALIKE:
             return dataclasses.replace(other, name=candidate.name, budget=candidate.budget, control=candidate.control)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -107,6 +109,16 @@ def test_budgets_below_the_least_cost_of_a_series_have_one_model() -> None:
     assert left_out == {
         f"a-{budget:g}": "the nearest model to this budget is a-0.38, which is there already" for budget in (0.09, 0.07)
     }
+    # Another training, or other blocks, are other models, however near their cost.
+    wanted[1] = dataclasses.replace(wanted[1], changes={"epochs": 20})
+    wanted[2] = dataclasses.replace(wanted[2], routing={**routing, "blocks": "late"})
+    named, left_out = at_budgets(wanted, flops_of, [], 64, strict=False)
+    assert not left_out
+    assert [(one.changes, one.routing.get("blocks")) for one in named] == [
+        ({}, None),
+        ({"epochs": 20}, None),
+        ({}, "late"),
+    ]
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmod.io.files import LockedError, locked
 from mmod.io.yaml import merged
 from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
@@ -112,7 +113,12 @@ def test_a_run_that_was_killed_and_stopped_ends_bitwise_as_another(
     said = f"{cut.output}: SIGTERM after step {stopped}, which is saved; the same command goes on\n"
     assert said in capsys.readouterr().err
     assert [path for path in (tmp_path / "cut/checkpoints").iterdir() if re.search(rf"-0*{stopped}\b", path.name)]
+    # What is no checkpoint, or was never finished, is not where it goes on.
+    for other in ("checkpoint-best", "checkpoint-99"):
+        (tmp_path / "cut/checkpoints" / other).mkdir()
     assert told_start(cut, 1).endswith(f" would resume at step {stopped}")
+    with locked(cut.output, wait=False), pytest.raises(LockedError, match="another process is writing"):
+        told_start(cut, 1)
     result = fit(cut, progress=False)
     assert not result.reused
     assert told_start(cut, 1).endswith("the run has finished; its result would be read, and nothing trained")

@@ -36,9 +36,9 @@ from mmod.io.stop import heeding
 from mmod.io.tensors import tensor_names
 from mmod.losses import auxiliary_loss
 from mmod.methods import methods_of
-from mmod.opening.runs import CHECKPOINTS, newest_first
+from mmod.opening.runs import CHECKPOINTS, finished_checkpoints, trainer_checkpoints
 from mmod.opening.transformers import hidden_bars
-from mmod.opening.weights import SUMS, check_sums
+from mmod.opening.weights import check_sums
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT
 from mmod.training.engine.checkpoint import read_newest, write_sums
@@ -375,7 +375,7 @@ class RunCallback(TrainerCallback):
         """Show the bar, and where the run resumes; remove what a kill interrupted."""
         if args.should_save:
             folder = Path(str(args.output_dir))
-            for path in set(_checkpoints(folder)) - set(finished_checkpoints(folder)):
+            for path in set(trainer_checkpoints(folder)) - set(finished_checkpoints(folder)):
                 # The trainer would keep it in place of a finished one.
                 shutil.rmtree(path)
         if self.progress and state.global_step:
@@ -461,14 +461,3 @@ def last_checkpoint(folder: Path) -> str | None:
     """Return the newest checkpoint in a trainer's folder, after checking it; None without finished ones."""
     newest = read_newest(finished_checkpoints(folder), check_sums)
     return None if newest is None else str(newest[0])
-
-
-def finished_checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints in a trainer's folder, newest first; other files are ignored."""
-    # The checksums are written last.
-    return newest_first(path for path in _checkpoints(folder) if (path / SUMS).is_file())
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a trainer's folder, finished or not."""
-    return [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from mmod.io.files import DamagedFileError, replacing, write_json
 from mmod.io.processes import gathered, process_rank
 from mmod.io.tensors import WEIGHTS, read_tensors, unshared, write_tensors
-from mmod.opening.runs import checkpoint_folders, list_checkpoints, shards_of
-from mmod.opening.weights import SUMS, check_sums, load_pickle, plain_errors, sums_of
+from mmod.opening.runs import SUMS, checkpoint_folders, list_checkpoints, shards_of
+from mmod.opening.weights import check_sums, load_pickle, plain_errors, sums_of
 from mmod.training.engine.distributed import wait_for_all
 
 Content = TypeVar("Content")

@@ -16,6 +16,7 @@ import yaml
 from mmod.data.labels import CLASSES, read_classes
 from mmod.io.files import (
     DamagedFileError,
+    check_free_of_others,
     locked,
     make_folder,
     parse_json,
@@ -31,8 +32,8 @@ from mmod.opening.runs import (
     LAST_WEIGHTS,
     RUN_CONFIG,
     find_run,
+    finished_checkpoints,
     list_checkpoints,
-    newest_first,
 )
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
@@ -114,10 +115,11 @@ def told_start(config: RunConfig, world: int) -> str:
         return f"{folder}: the run has finished; its result would be read, and nothing trained"
     if config.keeps_checkpoints:
         _check_result_is_due(folder)
-    # Of the loop and of transformers' trainer, whose names begin with the step.
-    checkpoints = [*list_checkpoints(folder / CHECKPOINTS), *newest_first((folder / CHECKPOINTS).glob("checkpoint-*"))]
+    check_free_of_others(folder)
+    checkpoints = [*list_checkpoints(folder / CHECKPOINTS), *finished_checkpoints(folder / CHECKPOINTS)]
     if not checkpoints:
         return f"{folder}: the run was stopped before its first checkpoint, and would start anew"
+    # Names of both kinds begin with a word and the step.
     _, step, *_ = checkpoints[0].name.split("-")
     return f"{folder}: the run was stopped, and would resume at step {int(step)}"
 
