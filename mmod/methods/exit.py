@@ -171,10 +171,20 @@ class ExitCall(StackCall):
         if self.index_B is None:
             self.total = x_BND.shape[0]
 
-    def of_images(self, index_B: Tensor, value: Any) -> Any:
-        """Return the rows of some images of a tensor with a row for each; others as they are."""
+    def inputs_of(self, index_B: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the model for some images: tensors with a row for each image, narrowed to these.
+
+        What stands in a tuple, list or mapping is passed whole, because a first axis may be another there.
+        """
+        args, kwargs = self.inputs
+        if index_B.shape[0] == self.total:
+            return args, dict(kwargs)
+        narrowed = tuple(self._of_images(index_B, value) for value in args)
+        return narrowed, {name: self._of_images(index_B, value) for name, value in kwargs.items()}
+
+    def _of_images(self, index_B: Tensor, value: Any) -> Any:
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
-        return value.index_select(0, index_B) if has_rows and index_B.shape[0] < self.total else value
+        return value.index_select(0, index_B) if has_rows else value
 
     def narrowed(self, block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a block for the remaining images."""
@@ -266,10 +276,9 @@ class ExitBlock(Deciding, ConvertedBlock):
         if self.training:
             # By the place in the batch, whatever the confidence: every head sees images of all kinds.
             leaves_B = (index_B % self.exit.turns).eq(self.exit.turn)
-            inputs = tree_map(functools.partial(call.of_images, index_B[leaves_B]), call.inputs)
-            answer = self.exit(y_BND[leaves_B], *inputs)
+            answer = self.exit(y_BND[leaves_B], *call.inputs_of(index_B[leaves_B]))
         else:
-            output = self.exit(y_BND, *tree_map(functools.partial(call.of_images, index_B), call.inputs))
+            output = self.exit(y_BND, *call.inputs_of(index_B))
             logits = logits_of(output)
             # In half precision, 0.999 would be 1.
             dtype = torch.promote_types(logits.dtype, torch.float32)

@@ -408,3 +408,29 @@ def test_methods_of_a_block_keep_their_names(method: Any) -> None:
     if isinstance(method, Exit):
         # In training, one of two images leaves behind the first block.
         torch.testing.assert_close(model.train()(images)[1::2], expected[1::2])
+
+
+class PriorClassifier(OwnViT):
+    """A classifier whose logits are scaled and shifted by a prior of its classes."""
+
+    def forward(self, images: Tensor, prior: Any = None) -> Tensor:
+        logits = super().forward(images)
+        if isinstance(prior, dict):
+            prior = prior["scale"], prior["shift"]
+        return logits if prior is None else prior[0] * logits + prior[1]
+
+
+@pytest.mark.parametrize("container", [tuple, list, dict])
+@torch.no_grad()
+def test_tensors_inside_an_argument_are_whole_where_images_exit(container: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = PriorClassifier(lambda _: OwnBlock()).eval()
+    scale, shift = torch.rand(10) + 0.5, torch.randn(10)
+    prior = container({"scale": scale, "shift": shift} if container is dict else (scale, shift))
+    # As many images as classes.
+    images = make_own_images(10)
+    expected = model(images, prior=prior)
+    mmod.apply_(model, Exit(1.0, (1, 2, 3)))
+    assert torch.equal(model(images, prior=prior), expected)
+    # In training, the last of four images remains to the end.
+    torch.testing.assert_close(model.train()(images, prior=prior)[3::4], expected[3::4])
