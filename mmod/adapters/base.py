@@ -51,6 +51,7 @@ from mmod.blocks import (
     convert,
     is_converted,
     map_rows,
+    name_arguments,
     parameters_of,
 )
 from mmod.config import RoutingConfig
@@ -203,7 +204,7 @@ def by_name(names: Collection[str], args: tuple[Any, ...], kwargs: Arguments) ->
     """Return a block's arguments after the tokens by name."""
     if len(args) > len(names):
         raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {', '.join(names)}")
-    return {**dict(zip(names, args)), **kwargs} if args else kwargs
+    return name_arguments(names, args, kwargs) if args else kwargs
 
 
 def _behind_images(rows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from mmod.blocks.branches import (
     return_zeros,
     warn_of_halves,
 )
-from mmod.blocks.call import Arguments, BlockCall, CallForm, Halves
+from mmod.blocks.call import Arguments, BlockCall, CallForm, Halves, name_arguments
 from mmod.blocks.calls import ReadBlocks, SpanPass, StackCalls
 from mmod.blocks.conversion import (
     NO_SHELL,
@@ -29,6 +29,7 @@ from mmod.blocks.conversion import (
     mixins_of,
     modules_of,
     parameters_of,
+    positional_names,
     remove,
 )
 from mmod.blocks.converted import ConvertedBlock

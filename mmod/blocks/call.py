@@ -6,7 +6,7 @@ Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,6 +19,23 @@ from mmod.routing import Routing, TokenGroups, TokenMasks
 
 Arguments = Mapping[str, Any]
 """Arguments of a host's block or model, by name."""
+
+
+def name_arguments(names: Iterable[str], args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
+    """Return the arguments of a call by name.
+
+    Args:
+        names: What the arguments in order are called.
+
+    Raises:
+        TypeError: An argument is given in order and by name.
+    """
+    arguments = dict(zip(names, args))
+    for name in kwargs:
+        if name in arguments:
+            # As Python says it: what runs between a caller and the host must hide no mistake.
+            raise TypeError(f"forward() got multiple values for argument {name!r}")
+    return {**arguments, **kwargs}
 
 
 class Halves(ABC):

@@ -140,6 +140,17 @@ def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(list(named.items())[1:])
 
 
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """Return what the arguments in order of a host's forward are called, "*args" where it takes any number of them."""
+    titles = {
+        inspect.Parameter.POSITIONAL_ONLY: "{}",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD: "{}",
+        inspect.Parameter.VAR_POSITIONAL: "*{}",
+    }
+    named = parameters_of(module)
+    return tuple(titles[one.kind].format(name) for name, one in named.items() if one.kind in titles)
+
+
 def host_of(module_class: type[nn.Module]) -> type[nn.Module]:
     """Return the host library's class of a converted class, or the class itself."""
     host: type[nn.Module] = getattr(module_class, "mod_host", module_class)

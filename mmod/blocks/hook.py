@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.blocks.call import Arguments
-from mmod.blocks.conversion import host_class, parameters_of
+from mmod.blocks.call import Arguments, name_arguments
+from mmod.blocks.conversion import host_class, positional_names
 from mmod.values import check_module
 
 Before = Callable[[nn.Module, Arguments], Arguments | None]
@@ -32,7 +32,7 @@ class ModelHook:
         stop: Ends what it began, when it is removed and when a call fails; it may run twice.
         install: Converts a block of another part, which knows some of the facts; routing makes it dense again.
         kind: Kind of the method that attached it, which also removes it; empty for none.
-        names: The parameters of the forward, in order, once it is attached.
+        names: What the arguments in order of the forward are called, once it is attached.
     """
 
     before: Before | None = None
@@ -48,13 +48,14 @@ class ModelHook:
         """Return changed arguments of the module's forward, or None."""
         if self.before is None:
             return None
+        arguments = name_arguments(self.names, args, kwargs)
         if self.once:
             # Compilers guard on hooks, which change here; a call without one may follow.
             if torch.compiler.is_compiling() and not self.compiled:
                 return None
             # First, as the module may be called again while it runs.
             detach(module, self)
-        changed = self.before(module, self._by_name(args, kwargs))
+        changed = self.before(module, arguments)
         if changed is None:
             return None
         # In the place where the caller passed them: hooks of others may look there.
@@ -62,9 +63,6 @@ class ModelHook:
         in_order = [changed.get(name, value) for name, value in given.items()]
         named = {name: value for name, value in changed.items() if name not in given}
         return (*in_order, *args[len(in_order) :]), named
-
-    def _by_name(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
-        return {**dict(zip(self.names, args)), **kwargs}
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
         """Run after a forward pass."""
@@ -78,14 +76,15 @@ class ModelHook:
                     self.stop()
                 return
             detach(module, self)
-        self.after(module, self._by_name(args, kwargs), output)
+        # A call that failed may have got one of them twice.
+        self.after(module, {**dict(zip(self.names, args)), **kwargs}, output)
 
 
 def attach(module: nn.Module, hook: ModelHook) -> None:
     """Call a hook before every forward pass of a module, and after it if it has an `after`."""
     if hook.install is not None:
         hook.install()
-    hook.names = tuple(parameters_of(module))
+    hook.names = positional_names(module)
     module.register_forward_pre_hook(hook, with_kwargs=True)
     if hook.after is not None:
         # A call that failed ends too: its passes must not stay open.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmod.blocks.call import Arguments, CallForm
+from mmod.blocks.call import Arguments, CallForm, name_arguments
 from mmod.blocks.calls import StackCalls
 from mmod.blocks.conversion import Mixin
 from mmod.blocks.hook import ModelHook
@@ -291,7 +291,7 @@ class SegmentsBlock(Mixin):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the tokens in the host's form, or the rows (B, K, D) that the block passes on."""
-        arguments = {**dict(zip(self.mod_state.call.names, args)), **kwargs}
+        arguments = name_arguments(self.mod_state.call.names, args, kwargs)
         if torch.compiler.is_compiling():
             # The graph ends where lengths are read: before the block, not in the midst of its attention.
             return torch.compiler.disable(self._run)(x, arguments)

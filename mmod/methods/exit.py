@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.adapters.head import Head, find_head, logits_of
-from mmod.blocks import BlockOwner, BlockState, Deciding, Span, convert, parameters_of
+from mmod.blocks import BlockOwner, BlockState, Deciding, Span, convert, name_arguments, positional_names
 from mmod.blocks.calls import StackCall
 from mmod.blocks.converted import ConvertedBlock, check_once
 from mmod.config.plan import after_quarters, check_blocks
@@ -324,7 +324,7 @@ class ExitModel(BlockOwner):
         Labels are kept from the model; its loss is computed here, from the logits of all images.
         """
         check_counts("early exits", "the number of remaining images")
-        named = {**dict(zip(parameters_of(self), args)), **kwargs}
+        named = name_arguments(positional_names(self), args, kwargs)
         labels = named.get("labels")
         if labels is not None:
             kwargs = {**named, "labels": None}

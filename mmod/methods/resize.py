@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.adapters.probe import PIXELS, inputs_of_call
-from mmod.blocks import Arguments, Mixin, ModelHook, attach, convert, parameters_of
+from mmod.blocks import Arguments, Mixin, ModelHook, attach, convert, parameters_of, positional_names
 from mmod.methods.base import Method, owner_of, register_method
 
 # The option of transformers' models that resamples position embeddings.
@@ -122,7 +122,7 @@ def resize_images(target: TargetSize, options: Arguments, module: nn.Module, arg
     Args:
         options: Further arguments by which the model takes images of any size.
     """
-    pixels = {next(iter(parameters_of(module))), *PIXELS}
+    pixels = {*positional_names(module)[:1], *PIXELS}
     images = {name: resized(value, target) for name, value in arguments.items() if name in pixels}
     return {**arguments, **images, **options}
 

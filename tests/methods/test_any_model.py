@@ -261,6 +261,8 @@ def test_a_model_of_one_size_is_told_what_helps() -> None:
     with torch.no_grad():
         resized = model(images)
         assert torch.equal(model(images=images), resized)
+        with pytest.raises(TypeError, match="got multiple values for argument 'images'"):
+            model(images, images=images)
         assert torch.equal(resized, undo_(model)(small))
 
 
