@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import MASKS, Arguments, ModelHook, Record, attach, convert, make_records
+from mmod.blocks import MASKS, Arguments, ModelHook, Record, attach, convert, make_records, positional_names
 from mmod.config.plan import check_blocks
 from mmod.lab.mixture import (
     Choosing,
@@ -187,8 +187,9 @@ def read_mask(records: PerThread[ExpertRecord], module: nn.Module, arguments: Ar
     mask = next((arguments[name] for name in MASKS if name in arguments), None)
     record = records.value
     if mask is not None and mask.ndim == 4:
-        tokens = next(iter(arguments.values())).shape[1]
-        if tokens != mask.shape[-1]:
+        # The first parameter of an attention, whatever the caller passes first.
+        x_BND = next((arguments.get(name) for name in positional_names(module)[:1]), None)
+        if x_BND is not None and x_BND.shape[1] != mask.shape[-1]:
             raise ValueError(
                 "experts choose among kept tokens, and which of them are masked is unknown where these attend to "
                 "all tokens: route with context='kept', or pass no attn_mask"

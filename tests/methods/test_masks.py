@@ -108,6 +108,16 @@ def test_experts_among_kept_tokens_that_attend_to_all_refuse_a_mask() -> None:
     changed(Experts(experts=2, capacity=0.5), LINEAR)(images, attn_mask=mask)
 
 
+@torch.no_grad()
+def test_an_attention_of_experts_takes_its_arguments_in_any_order() -> None:
+    attention: Any = changed(Experts(experts=2, capacity=0.5)).blocks[0].attn
+    x_BND, mask = torch.randn(2, 6, 64), torch.rand(2, 1, 6, 6) < 0.8
+    expected = attention(x_BND, mask)
+    assert torch.equal(attention(attn_mask=mask, x=x_BND), expected)
+    with pytest.raises(ValueError, match="route with context='kept', or pass no attn_mask"):
+        attention(attn_mask=mask, x=x_BND[:, :3])
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("choice", ["topk", "tokens"])
 def test_masked_tokens_leave_the_slots_of_a_shorter_image(choice: str, normalize: bool) -> None:
