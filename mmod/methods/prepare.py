@@ -265,8 +265,8 @@ def _unfit_with(
         )
     if in_evaluation and config.language.inference_threshold is not None:
         return "inference_threshold", (
-            f"where {kinds} chooses among the kept tokens in evaluation too: apply it with an option that decides each "
-            "token alone"
+            f"where {kinds} chooses among the kept tokens in evaluation too: apply it so that it decides each token "
+            "alone, as experts do with choice='score', 'predictor' or 'tokens'"
         )
     return None
 
