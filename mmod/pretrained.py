@@ -497,7 +497,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if format_version != FORMAT_VERSION:
         raise ValueError(
             f"{str(path)!r} has format version {format_version!r}; this mmod ({_version('mmod')}) reads version "
-            f"{FORMAT_VERSION}. Route a new dense model in the same way, as the file says, and load the weights: "
+            f"{FORMAT_VERSION}. Change a new dense model in the same way, as the file says, and load the weights: "
             "model.load_state_dict(safetensors.torch.load_file(...))"
         )
     libraries = (*ADAPTERS, OWN)

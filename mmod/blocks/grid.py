@@ -165,7 +165,7 @@ def spread_rows(rows_PF: Tensor, grid: Sequence[int], side: int, channels: int) 
 
 
 def cut_patches(module: nn.Conv2d, image_BHYX: Tensor) -> Tensor:
-    """Return the pixels of each patch (B, R, C, H, E) that a convolution makes, see `check_pixels`.
+    """Return the pixels of each patch (B, R, C, H, E) that a convolution makes which `GridSource.check` takes.
 
     Example:
         >>> cut_patches(nn.Conv2d(3, 8, 4, 4), torch.zeros(2, 3, 8, 13)).shape

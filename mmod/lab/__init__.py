@@ -4,7 +4,8 @@ Methods: mixtures of experts and of recursions, and channels of ResNets. Configs
 `mmod.methods`. Functions: learned capacities, drafts, thresholds, the horizon. In a run, these work in a function of
 `after_step` of `mmod.training.fit`.
 
-Nothing else in the package imports from here.
+Nothing else in the package imports from here. The registry of methods knows modules by name, and imports them when one
+of their methods is asked for, or all are listed.
 """
 
 from typing import TYPE_CHECKING
