@@ -84,7 +84,7 @@ SCREENS = {
         "Train an image classifier, dense or changed.",
         {
             "train image digits/dense": "a dense model of digits, in minutes",
-            "train image flowers.yaml --epochs 1 --data.train_limit 100": "a first try with your config",
+            "train image flowers.yaml --epochs 1 --schedule.warmup_epochs 0 --data.train_limit 100": "a first try",
             "train image flowers.yaml --output runs/gradual --model.checkpoint runs/flowers "
             '--routing "{preset: gradual}"': "routed, from the dense run",
         },

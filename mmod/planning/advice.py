@@ -218,7 +218,7 @@ class Advice:
         can_be_asked = self.faster is None and self.samples == "images"
         unreached = self.recommendations[0].unreached if can_be_asked else []
         if unreached:
-            slow = [f"`--faster {unreached[0]:g}`, in Python `faster={unreached[0]:g}`, tries smaller budgets for it."]
+            slow = [f"`--faster {unreached[0]:g}`, in Python `faster={unreached[0]:g}`, tries budgets that fit it."]
         return [
             f"{dense}.",
             # How many samples were read, and which option reads more, is asked right behind the verdict.

@@ -445,7 +445,7 @@ def beside_controls(
         "better": "Clearly better than their controls, such as random tokens, in points: {}.",
         "worse": "Clearly worse than their controls, such as random tokens, in points: {}.",
         "alike": f"As good as their controls, within {100 * tolerance:g} points: {{}}. It hardly matters here which "
-        "tokens these keep: what they gain, any way to fewer tokens gains, such as smaller images.",
+        "tokens these keep.",
         "open": "Too few samples to tell from their controls: {}.",
     }
     return " ".join(sentences[group].format(names) for group, names in named.items())

@@ -314,8 +314,9 @@ def recommendations(
     harm = ""
     # A gain over a dense model that fell may be none over the one that the user has.
     if trained is not None and round(trained.value, 1) < 0:
-        verb = "harmed" if trained.high < 0 else "may have harmed"
-        harm = f"; but fine-tuning {verb} the dense model, which this is measured by ({trained:+.1f} points)"
+        harm = f"; the dense model changed by {trained:+.1f} points in fine-tuning"
+        if trained.high < 0:
+            harm += ", which harmed it"
     changes = gaps(table, score, dict.fromkeys(candidates, DENSE))
     found = []
     for (_, size), ms in sorted(table.times.items(), key=lambda timed: -timed[0][1]):
