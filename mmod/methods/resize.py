@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.adapters.probe import PIXELS, inputs_of_call
-from mmod.blocks import Arguments, Mixin, ModelHook, attach, convert, parameters_of, positional_names
+from mmod.blocks import Arguments, Mixin, ModelHook, attach, convert, host_class, parameters_of, positional_names
 from mmod.methods.base import Method, owner_of, register_method
 
 # The option of transformers' models that resamples position embeddings.
@@ -100,7 +101,9 @@ class Resize(Method):
             name, options = _image_model(model, stack)
             side: Any = stack.grid.module.stride  # type: ignore[union-attr]
             target = TargetSize(height, width, int(side[1]))
-            attach(model.get_submodule(name), ModelHook(partial(resize_images, target, options)))
+            inner = model.get_submodule(name)
+            known = (*positional_names(inner)[:1], *PIXELS)
+            attach(inner, ModelHook(partial(resize_images, target, known, options)))
             return
         patch_embed: Any = owner.get_submodule("patch_embed")
         convert(patch_embed, ResizingPatches, TargetSize(height, width, patch_width=int(patch_embed.patch_size[1])))
@@ -116,15 +119,36 @@ def _image_model(model: nn.Module, stack: BlockStack) -> tuple[str, dict[str, bo
     return images[0] if images else "", {_INTERPOLATE: True} if interpolates else {}
 
 
-def resize_images(target: TargetSize, options: Arguments, module: nn.Module, arguments: Arguments) -> dict[str, Any]:
+def resize_images(
+    target: TargetSize, known: Sequence[str], options: Arguments, module: nn.Module, arguments: Arguments
+) -> dict[str, Any]:
     """Return the arguments of a model with resized images.
 
     Args:
+        known: What arguments that are images are called.
         options: Further arguments by which the model takes images of any size.
     """
-    pixels = {*positional_names(module)[:1], *PIXELS}
-    images = {name: resized(value, target) for name, value in arguments.items() if name in pixels}
+    names = [name for name in known if arguments.get(name) is not None] or _unnamed_images(module, arguments)
+    images = {name: resized(arguments[name], target) for name in names}
     return {**arguments, **images, **options}
+
+
+def _unnamed_images(module: nn.Module, arguments: Arguments) -> list[str]:
+    """Return the argument that is the images, among those for which the forward of a model has no name.
+
+    Raises:
+        ValueError: Not one of them may be the images.
+    """
+    named = parameters_of(module)
+    others = [name for name in arguments if name not in named]
+    maps = [name for name in others if isinstance(arguments[name], Tensor) and arguments[name].ndim == 4]
+    if others and len(maps) != 1:
+        raise ValueError(
+            f"which argument of this {host_class(module).__name__} is its images is unknown: its forward names none, "
+            f"and of {', '.join(others)}, {len(maps)} are tensors (images, channels, height, width): pass the images "
+            "in order, before all others"
+        )
+    return maps
 
 
 class TargetSize(NamedTuple):

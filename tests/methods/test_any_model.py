@@ -301,6 +301,32 @@ def test_images_without_a_name_reach_the_blocks(model_class: type[OwnViT]) -> No
     torch.testing.assert_close(model(images), dense)
 
 
+class Conditioned(Resampling):
+    """A forward behind a decorator, that takes more than images."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs.pop("prior", None)
+        return super().forward(*args, **kwargs)
+
+
+@torch.no_grad()
+def test_images_by_a_name_that_the_forward_does_not_show_are_resized() -> None:
+    torch.manual_seed(0)
+    model = Conditioned(lambda _: OwnBlock()).eval()
+    images, prior = make_own_images(2), torch.rand(2, 3, 8, 8)
+    small = nn.functional.interpolate(images, size=(32, 32), mode="bicubic", antialias=True)
+    expected = model(images=small)
+    Resize(32).apply_(model)
+    assert torch.equal(model(images=images), expected)
+    assert torch.equal(model(prior=prior[:, 0], images=images), expected)
+    # What is passed in order comes first.
+    assert torch.equal(model(images, prior=prior), expected)
+    with pytest.raises(ValueError, match=r"of this Conditioned .* of prior, images, 2 are tensors .* in order"):
+        model(prior=prior, images=images)
+    with pytest.raises(ValueError, match=r"of images, 0 are tensors"):
+        model(images=[images])
+
+
 class TimedClassifier(nn.Module):
     """A classifier of noisy images, whose blocks take the time of each."""
 
