@@ -23,6 +23,7 @@ class Mixin(nn.Module):
         keeps_name: The converted class has the name of the host's.
         title: What stands in front of the host's name otherwise; empty for the mixin's own name.
         added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
+        replaces: Names of the host's that it replaces on purpose; any other one that it adds is refused in a host.
         optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
         stacks: It may share a module with other mixins.
         of_method: It is part of a method's change; the mixin that puts methods in place and takes them off is none.
@@ -36,6 +37,7 @@ class Mixin(nn.Module):
     keeps_name: ClassVar[bool] = False
     title: ClassVar[str] = ""
     added_modules: ClassVar[tuple[str, ...]] = ()
+    replaces: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
     of_method: ClassVar[bool] = True
@@ -201,6 +203,8 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
             "call mmod.undo_ first"
         )
+    if not mixin.stacks and not present:
+        _refuse_hidden_names(module, mixin)
     taken = [name for name in mixin.added_modules if name in module._modules and not present]
     if taken:
         raise ValueError(
@@ -214,6 +218,32 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
     # Nothing is wrapped: parameters keep their names, and hooks and all who hold the module their object.
     _put_class(module, converted)
     setattr(module, mixin.state_name, state)
+
+
+def _added_names(mixin: type[Mixin]) -> list[str]:
+    """Return the names of mmod that a mixin puts in front of those of its host."""
+    names: set[str] = set()
+    for base in mixin.__mro__:
+        if issubclass(base, Mixin) and base.__module__.partition(".")[0] == "mmod":
+            names.update(vars(base))
+    # Those of torch's own modules are known to a host, and `mod_` is mmod's.
+    free = {name for name in names if name.startswith(("__", "mod_")) or hasattr(nn.Module, name)}
+    return sorted(names - free - {*mixin.replaces})
+
+
+def _refuse_hidden_names(module: nn.Module, mixin: type[Mixin]) -> None:
+    """Raise a ValueError if a host uses a name that a mixin takes: its code would get what is mmod's."""
+    host = host_class(module)
+    # A module that a method put into the model is mmod's own.
+    if issubclass(host, Mixin):
+        return
+    own = {**vars(module), **module._modules, **module._parameters, **module._buffers}
+    hidden = [name for name in _added_names(mixin) if name in own or hasattr(host, name)]
+    if hidden:
+        raise ValueError(
+            f"this {host.__name__} has {', '.join(map(repr, hidden))} of its own, which a name of mmod would hide from "
+            "its code: give it another name"
+        )
 
 
 class HiddenClass(ValueError):

@@ -462,3 +462,67 @@ def test_tensors_inside_an_argument_are_whole_where_images_exit(container: Any) 
     assert torch.equal(model(images, prior=prior), expected)
     # In training, the last of four images remains to the end.
     torch.testing.assert_close(model.train()(images, prior=prior)[3::4], expected[3::4])
+
+
+class BlockWithMethod(OwnBlock):
+    """A block with a method whose name mmod takes."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.mixer(self.first(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale * self.attend(x)
+        return x + self.channels(self.second(x))
+
+
+class BlockWithModule(OwnBlock):
+    """A block with a module whose name mmod takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = nn.LayerNorm(own_vits.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.gather(x))
+
+
+class BlockWithFlag(OwnBlock):
+    """A block with an attribute whose name mmod takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x) if self.record else super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "name", "refused"),
+    [
+        # Blocks in a span gather rows and attend; others, and exits, do not.
+        (BlockWithMethod, "attend", ("span",)),
+        (BlockWithModule, "gather", ("span",)),
+        (BlockWithFlag, "record", ("alone", "span", "exit")),
+    ],
+)
+@torch.no_grad()
+def test_a_name_that_would_be_hidden_is_refused(block: type[OwnBlock], name: str, refused: tuple[str, ...]) -> None:
+    methods: dict[str, Any] = {
+        "alone": mmod.RoutingConfig(router="linear"),
+        "span": mmod.RoutingConfig(router="attention", blocks=(1, 2)),
+        "exit": Exit(1.0, (0,)),
+    }
+    torch.manual_seed(0)
+    model, images = OwnViT(lambda _: block()).eval(), make_own_images(2)
+    expected, state = model(images), state_of(model)
+    for kind, method in methods.items():
+        if kind in refused:
+            with pytest.raises(ValueError, match=rf"{block.__name__} has '{name}' of its own, .* give it another name"):
+                mmod.apply_(model, method)
+        else:
+            mmod.apply_(model, method)
+            assert bool(model(images).isfinite().all())
+            undo_(model)
+        assert state_of(model) == state
+    assert torch.equal(model(images), expected)

@@ -73,6 +73,7 @@ class DescribedModel(Mixin):
     """
 
     keeps_name = True
+    replaces = ("_init_weights", "_no_split_modules", "generate", "init_continuous_batching", "save_pretrained")
     config: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
