@@ -237,7 +237,9 @@ def _refuse_hidden_names(module: nn.Module, mixin: type[Mixin]) -> None:
     # A module that a method put into the model is mmod's own.
     if issubclass(host, Mixin):
         return
-    own = {**vars(module), **module._modules, **module._parameters, **module._buffers}
+    # Settings of a mixin are read from its class, so an attribute of the host's instance stands beside them.
+    plain = {name for name in vars(module) if not isinstance(getattr(mixin, name, None), (str, bool, tuple))}
+    own = {*plain, *module._modules, *module._parameters, *module._buffers}
     hidden = [name for name in _added_names(mixin) if name in own or hasattr(host, name)]
     if hidden:
         raise ValueError(

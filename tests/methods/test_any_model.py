@@ -412,7 +412,11 @@ def test_an_argument_that_no_trial_showed_is_refused_where_images_have_left_alon
 
 
 class BlockWithMethods(OwnBlock):
-    """A block whose own methods have the names of functions of mmod."""
+    """A block whose own methods have the names of functions of mmod, and an attribute that of a setting of mixins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.title = "own"
 
     def forward(self, x: Tensor) -> Tensor:
         return self.check_once(self.check_tokens(super().forward(self._narrowed(self.as_node(x)))))
@@ -433,6 +437,7 @@ def test_methods_of_a_block_keep_their_names(method: Any) -> None:
     mmod.apply_(model, method)
     assert any(type(block) is not BlockWithMethods for block in blocks)
     assert all(torch.equal(block.check_tokens(images), 2 * images) for block in blocks)
+    assert all(block.title == "own" for block in blocks)
     if isinstance(method, Exit):
         # In training, one of two images leaves behind the first block.
         torch.testing.assert_close(model.train()(images)[1::2], expected[1::2])
