@@ -33,7 +33,7 @@ from mmod.planning.advice import Advice
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import NOISE
 from mmod.planning.early import BATCH, look_at, near_front
-from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Images
+from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Costs, Images, look_order
 from mmod.planning.trials import ROUNDS, changed_models, evaluate_once, rows_of
 from mmod.planning.untrained import image_candidates
 from scripts.doc_tables import markdown
@@ -79,7 +79,8 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     rounds = near_front(table, candidates, AGREEMENT, first, lambda: (times, 1.0))
     for _ in compare(table, rounds, evaluate, Runner(progress=False)):
         pass
-    rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", is_only=True)
+    uncounted = dict.fromkeys(recorded.scores, Costs(None, None))
+    rows = rows_of(table, AGREEMENT, candidates, uncounted, "image", is_only=True)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
 
 
@@ -198,7 +199,8 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
     part, stack = find_part(model)
     with torch.no_grad():
         samples = Images(model, part, stack.prefix, pixels, None, BATCH_SIZE)
-        print(f"dense: {100 * float((samples.dense_NRF[:, 0].argmax(-1).numpy() == labels).mean()):.1f} % right")
+        right = samples.dense_NRF[:, 0].argmax(-1).numpy() == labels[look_order(len(labels)).numpy()]
+        print(f"dense: {100 * float(right.mean()):.1f} % right")
         candidates, unfitted = image_candidates(model, part, BLOCKS, samples.pixels[:1], samples.patches)
         entrants, refused = changed_models(model, samples, BLOCKS, candidates)
         refused |= unfitted
