@@ -120,7 +120,6 @@ class Recommendation:
         speed: A speed-up that is wanted: what loses least at it is named. None names the fastest model within the
             tolerance, and beside it what loses least at some speeds.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
-        is_guessing: The dense model is hardly better than chance, so that nothing can be lost: nothing is advised.
         is_unsteady: Times are uncertain, as on a busy machine, see `Table.caution`.
     """
 
@@ -131,7 +130,6 @@ class Recommendation:
     where: str
     speed: float | None = None
     harm: str = ""
-    is_guessing: bool = False
     is_unsteady: bool = False
 
     @property
@@ -174,8 +172,6 @@ class Recommendation:
     @property
     def used(self) -> AdviceRow | None:
         """The model that the sentence says to use; None where it says of none."""
-        if self.is_guessing:
-            return None
         if self.speed is None:
             return self.best
         chosen = self.at_speed(self.speed)
@@ -184,7 +180,7 @@ class Recommendation:
     @property
     def named(self) -> AdviceRow | None:
         """The model that the sentence is about; None where it is about none."""
-        if self.is_guessing or not self.is_tested:
+        if not self.is_tested:
             return None
         if self.speed is None:
             return self._likely
@@ -194,8 +190,6 @@ class Recommendation:
     @property
     def sentence(self) -> str:
         """What to do."""
-        if self.is_guessing:
-            return f"Nothing is advised for {self.where}: the dense model is hardly better than chance."
         if not self.is_tested:
             return f"No interval tells what is within {self.limit} for {self.where}: these lose least by their means."
         named = self.named
@@ -286,8 +280,6 @@ class Recommendation:
 
     def outcome(self, model: AdviceRow) -> str:
         """Say whether a model is within the tolerance, and how many more samples would tell where that is open."""
-        if self.is_guessing:
-            return "unclear"
         if keeps(model.loss, self.tolerance):
             return "yes"
         if exceeds(model.loss, self.tolerance):

@@ -205,20 +205,20 @@ class ImageStudy(StudyKind):
             return told._replace(parts=[*filter(None, [note, self.significance(table, names)])])
         found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
         guessing = self._chance(table, score)
-        found = [dataclasses.replace(one, is_guessing=bool(guessing)) for one in found]
         parts: list[str | MarkdownTable] = []
-        if found:
+        if found and guessing:
+            # For batches of any size, alike.
+            parts.append(_GUESSING)
+        elif found:
             decided = verdict_of(found)
-            if not guessing:
-                code = self.code([runs[name].candidate for name in decided.named])
-                printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
-                told = told._replace(recommended=decided.named, code=code, printed=printed)
-            # Nothing is advised for any batch, alike.
-            parts += [_GUESSING] if guessing else [*decided.sentences, decided.table]
+            code = self.code([runs[name].candidate for name in decided.named])
+            printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
+            told = told._replace(recommended=decided.named, code=code, printed=printed)
+            parts += [*decided.sentences, decided.table]
         if found and rows:
             batches = batches_of(self.evaluation.batch)
             # Stars and mark are of the same batches, which need not be the largest.
-            used = next(one.used for one in found if one.where == batches)
+            used = None if guessing else next(one.used for one in found if one.where == batches)
             at_random = {name for name, run in runs.items() if run.candidate.at_random}
             rows = _starred(rows, score, at_random, None if used is None else used.name)
             summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
