@@ -18,25 +18,13 @@ from mmod.methods import methods_of, undo_
 from mmod.methods.base import deciding_together
 from mmod.training import fit
 from tests.kit.cover import in_turn
+from tests.kit.experts import DECODER_WAYS, STAGED
 from tests.kit.text_configs import PREDICTOR, text_config
 from tests.kit.vlm_zoo import make_language, random_words
 from tests.kit.zoo import perturb_
 
-WAYS: list[dict[str, Any]] = [
-    {"choice": "tokens", "capacity": None, "idle": 2},
-    {"choice": "tokens", "capacity": None, "normalize": True},
-    {"choice": "score", "capacity": 0.75, "idle": 1},
-    {"choice": "predictor", "capacity": 1.5, "normalize": True},
-]
-one_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+one_way = pytest.mark.parametrize("way", DECODER_WAYS, ids=lambda way: "-".join(map(str, way.values())))
 GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-STAGED = mmod.RoutingConfig(
-    router="linear",
-    capacity=0.5,
-    gate="sigmoid",
-    language={"inference_threshold": 0.5, "predictor": True},
-    losses={"membership": 0.1},
-)
 
 
 # Experts, routers and predictors differ.
@@ -89,7 +77,7 @@ def test_every_mixture_by_its_definition(name: str, way: dict[str, Any]) -> None
     torch.testing.assert_close(mlp(x), together, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("way", "staged"), in_turn(WAYS, [False, True]), ids=str)
+@pytest.mark.parametrize(("way", "staged"), in_turn(DECODER_WAYS, [False, True]), ids=str)
 @torch.no_grad()
 def test_generation_with_a_cache_is_that_of_whole_passes(way: dict[str, Any], staged: bool) -> None:
     model, ids = make(staged=staged, **way), random_words(1, 9)

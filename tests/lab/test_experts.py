@@ -19,17 +19,8 @@ from mmod.lab.experts import ExpertMlp
 from mmod.lab.mixture import balance_loss, choose_tokens
 from mmod.methods import methods_of
 from mmod.training import TrainConfig
+from tests.kit.experts import WAYS
 from tests.kit.zoo import make_images, make_model, perturb_
-
-WAYS: list[dict[str, Any]] = [
-    {"choice": "topk"},
-    {"choice": "tokens"},
-    {"choice": "topk", "idle": 2, "capacity": 0.6},
-    {"choice": "tokens", "idle": 1, "capacity": 0.5, "normalize": True},
-    {"choice": "topk", "capacity": 2.5, "normalize": True},
-    {"choice": "tokens", "idle": 1, "capacity": None},
-]
-
 
 # Experts and routers differ.
 lively = partial(perturb_, parts=(".others.", ".router."))

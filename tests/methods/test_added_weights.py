@@ -22,42 +22,22 @@ from mmod.training.engine.start import create_models
 from mmod.training.text.evaluate import evaluate_ways, score
 from mmod.training.text.kind import TextKind
 from tests.kit.cover import in_turn
+from tests.kit.experts import DECODER_WAYS, STAGED, WAYS
 from tests.kit.text_configs import text_config
 from tests.kit.vlm_zoo import make_language, random_words
 from tests.kit.zoo import make_images, make_model, perturb_
 
 WHERE = [{"keys": keys, "adds": adds} for keys, adds in itertools.product(("kept", "first"), ("output", "change"))]
-EXPERTS: list[dict[str, Any]] = [
-    {"choice": "topk"},
-    {"choice": "tokens"},
-    {"choice": "topk", "idle": 2, "capacity": 0.6},
-    {"choice": "tokens", "idle": 1, "capacity": 0.5, "normalize": True},
-    {"choice": "topk", "capacity": 2.5, "normalize": True},
-    {"choice": "tokens", "idle": 1, "capacity": None},
-]
-TEXT_EXPERTS: list[dict[str, Any]] = [
-    {"choice": "tokens", "capacity": None, "idle": 2},
-    {"choice": "tokens", "capacity": None, "normalize": True},
-    {"choice": "score", "capacity": 0.75, "idle": 1},
-    {"choice": "predictor", "capacity": 1.5, "normalize": True},
-]
 CHANNELS: list[dict[str, Any]] = [{}, {"into": "own", "adds": "change", "squeeze": 1}, {"chosen": "random"}]
 # What is added does not depend on how ways meet; their definitions, in tests of their own, have all of them.
 METHODS: list[tuple[str, Method]] = [
-    *(("vit", Experts(experts=3, blocks=(0, 2), **way)) for way in EXPERTS),
+    *(("vit", Experts(experts=3, blocks=(0, 2), **way)) for way in WAYS),
     *(("vit", Recursions(choice=choice, **where)) for where, choice in in_turn(WHERE, ("topk", "tokens"))),
     *(("resnet", Channels(divisor=4, **way)) for way in CHANNELS),
-    *(("llama", Experts(experts=3, **way)) for way in TEXT_EXPERTS),
+    *(("llama", Experts(experts=3, **way)) for way in DECODER_WAYS),
     *(("llama", Recursions(choice=way, **where)) for where, way in in_turn(WHERE, ("score", "predictor", "tokens"))),
 ]
 ROUTED = mmod.RoutingConfig(router="linear", capacity=0.25)
-DECIDED = mmod.RoutingConfig(
-    router="linear",
-    capacity=0.5,
-    gate="sigmoid",
-    language={"inference_threshold": 0.5, "predictor": True},
-    losses={"membership": 0.1},
-)
 # Experts may be staged: kept tokens alone reach them, in every second way.
 CASES = [(host, method, False) for host, method in METHODS]
 CASES += [(host, method, True) for host, method in METHODS[::2] if isinstance(method, Experts)]
@@ -90,7 +70,7 @@ def test_gradients_reach_all_that_was_added_under_autocast_too(host: str, method
     dense = set(model.state_dict())
     mmod.apply_(model, method)
     if staged:
-        mmod.route_(model, DECIDED if host == "llama" else ROUTED)
+        mmod.route_(model, STAGED if host == "llama" else ROUTED)
     lively(model).train()
     with torch.autocast("cpu", torch.bfloat16, enabled=host != "llama"):
         loss = run(model, host).square().mean()
