@@ -23,7 +23,7 @@ class Mixin(nn.Module):
         keeps_name: The converted class has the name of the host's.
         title: What stands in front of the host's name otherwise; empty for the mixin's own name.
         added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
-        replaces: Names of the host's that it replaces on purpose; any other one that it adds is refused in a host.
+        replaces: Names of a host that it replaces on purpose. A host that has another of its names is refused.
         optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
         stacks: It may share a module with other mixins.
         of_method: It is part of a method's change; the mixin that puts methods in place and takes them off is none.

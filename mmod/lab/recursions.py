@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from mmod.routing import Kept, LinearScore, Routing
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import kept_by_mask
 from mmod.threads import PerThread
+
+if TYPE_CHECKING:
+    from mmod.lab.decoders import SharedLayer
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1
@@ -212,7 +215,7 @@ class CycleState(NamedTuple):
     config: Recursions
     prefix: int
     read_blocks: ReadBlocks | None
-    runs: list[Any]
+    runs: list[SharedBlock | SharedLayer]
     removed: list[nn.Module]
     records: PerThread[Record]
 
@@ -239,7 +242,7 @@ class Cycle(Choosing):
             if call.shell.inner is not None:
                 # The shell gives the block the interface that a cycle expects.
                 convert(block, ConvertedBlock, BlockState(call=call), Shell(inner=call.shell.inner))
-        shared_kind: Any = SharedBlock
+        shared_kind: type[SharedBlock] | type[SharedLayer] = SharedBlock
         if stack.language:
             from mmod.lab.decoders import SharedLayer
 

@@ -111,12 +111,12 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[object], patch
 
 
 def _nearest_of(candidate: Candidate, others: Sequence[Candidate], share_of: Share) -> Candidate:
-    """Return a fitted candidate, or the model of another that costs as much, where it misses its budget.
+    """Return a fitted candidate; where it misses its budget, as the model of an earlier one that costs as much.
 
     Below the least that a series can cost, each budget would have another number of nearly that cost.
 
     Args:
-        others: Candidates before it that differ from it in nothing but the fitted number, and what they are called.
+        others: The earlier ones, which differ from it in their names, budgets and fitted numbers alone.
     """
     share = share_of(candidate)
     if share is None or candidate.budget is None or abs(share / candidate.budget - 1) <= _TOLERANCE:
