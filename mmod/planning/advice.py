@@ -13,9 +13,10 @@ from mmod.lazy import name_missing_extra
 from mmod.planning.candidate import shown_code
 from mmod.planning.choice import (
     BY_INTERVALS,
+    BY_NAME,
+    NAMED,
     NOISE,
     ON_FRONT,
-    USE,
     AdviceRow,
     Recommendation,
     Verdict,
@@ -24,12 +25,15 @@ from mmod.planning.choice import (
     verdict_of,
 )
 from mmod.planning.samples import AGREEMENT, ALONE
+from mmod.planning.untrained import FASTER, FASTER_SHARES
 
 # From `python -m scripts.gradual_size`.
 _GRADUAL_PAYS = (
     "No `gradual` saves time here: decisions take longer than what they save. As a rule of thumb, of one idle CPU "
     "thread, it breaks even where a dense pass takes 12 ms, and pays from 25 ms; this one took {ms:.1f} ms{busy}."
 )
+# A budget below this share of the least that was tried is worth another call.
+_CLEARLY_SMALLER = 0.9
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
 
@@ -157,12 +161,12 @@ class Advice:
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
-        used = self.recommendations[0].used
+        recommendation = self.recommendations[0]
         rows = [
             {
                 **vars(row),
                 **{f"speedup/{name}": speedup for name, speedup in row.speedups.items()},
-                "recipe": f"{'*' if row.on_front else ' '} {row.label}{f' {USE}' if row is used else ''}",
+                "recipe": f"{'*' if row.on_front else ' '} {row.label} {recommendation.mark(row)}".rstrip(),
                 "score": 100 * row.score if in_percent else row.score,
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
                 "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
@@ -212,25 +216,35 @@ class Advice:
             front = [f"Rows with * {ON_FRONT}"]
             if self.recommendations[0].used is not None:
                 front.append(BY_INTERVALS)
-        is_too_slow = self.faster is not None and self.best is None
-        slow = ["Larger batches may be faster; without `faster`, more is tried."] if is_too_slow else []
-        # A speed chooses among candidates of image models alone.
-        can_be_asked = self.faster is None and self.samples == "images"
-        unreached = self.recommendations[0].unreached if can_be_asked else []
-        if unreached:
-            slow = [f"`--faster {unreached[0]:g}`, in Python `faster={unreached[0]:g}`, tries budgets that fit it."]
+        marks = {self.recommendations[0].mark(row) for row in self.rows}
+        named = [BY_NAME] if NAMED in marks else []
         return [
             f"{dense}.",
             # How many samples were read, and which option reads more, is asked right behind the verdict.
             *filter(None, [self.note]),
             *front,
+            *named,
             *columns,
-            *slow,
+            *filter(None, [self._to_be_faster]),
             *filter(None, [self._beside_controls]),
             *too_small,
             *redundancy,
             *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
         ]
+
+    @property
+    def _to_be_faster(self) -> str:
+        """What may reach a speed that nothing tried does; empty where everything is reached, or no more is known."""
+        if self.faster is not None:
+            return "" if self.best else "Larger batches may be faster; without `faster`, more is tried."
+        # A speed chooses among these series alone.
+        shares = [row.flops for row in self.rows if row.series in FASTER and row.flops is not None]
+        if self.samples != "images" or not shares:
+            return ""
+        for speed in self.recommendations[0].unreached:
+            if FASTER_SHARES[-1] / speed < _CLEARLY_SMALLER * min(shares):
+                return f"`--faster {speed:g}`, in Python `faster={speed:g}`, tries smaller budgets."
+        return ""
 
     @property
     def _beside_controls(self) -> str:

@@ -30,6 +30,10 @@ NOISE = 1.03
 """Speeds whose ratio is below this are within the noise of a machine."""
 USE = "<- use"
 """What marks the row of a table that a sentence says to use."""
+NAMED = "<- named"
+"""What marks the row that a sentence on a wanted speed names where it says to use none."""
+BY_NAME = f"`{NAMED}` is the recipe that the first sentence names without advising it."
+"""What that mark means."""
 ON_FRONT = "are no slower than dense and on the Pareto front: by the means, none is faster and loses less."
 """What a star in a table means."""
 BY_INTERVALS = f"`{USE}` is chosen by whole intervals, so it may have no star."
@@ -187,6 +191,12 @@ class Recommendation:
         fastest = max(self._advised, key=lambda model: model.speedup.median, default=None)
         return self.at_speed(self.speed) or fastest
 
+    def mark(self, model: AdviceRow) -> str:
+        """Return what marks the row of a model that the sentence is about, `USE` or `NAMED`; empty for others."""
+        if model == self.used:
+            return USE
+        return NAMED if self.speed is not None and model == self.named else ""
+
     @property
     def sentence(self) -> str:
         """What to do."""
@@ -197,7 +207,9 @@ class Recommendation:
             return f"Keep the dense model for {self.where}: {self._kept}."
         figures = f"{named.speedup:[.2f} times as fast, {self._change(named)}"
         if self.used is not None:
-            at_speed = "" if self.speed is None else self._at_speed(self.speed, named)
+            at_speed = ""
+            if self.speed is not None:
+                at_speed = f", the least at {self.speed:g} times the speed ({_least_speed(self.speed)})"
             condition = ", if an idle machine confirms its speed" if self.is_unsteady else ""
             use = f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}."
             return f"{use}{self._undecided_by_speed}"
@@ -206,15 +218,13 @@ class Recommendation:
                 f"Keep the dense model for {self.where} for now: {named.label} is probably within {self.limit}, and "
                 f"{self._missing(named)} would tell. It is {figures}."
             )
+        as_fast = f"{self.speed:g} times as fast ({_least_speed(self.speed)}) for {self.where}"
         if not _reaches(self.speed)(named):
             nothing = self._nothing(_reaches(self.speed))
-            return (
-                f"{nothing.capitalize()} is {self.speed:g} times as fast for {self.where}. The fastest is "
-                f"{named.label}: {figures}."
-            )
+            return f"{nothing.capitalize()} is {as_fast}. The fastest is {named.label}: {figures}."
         return (
-            f"Nothing that is {self.speed:g} times as fast for {self.where} is surely within {self.limit}. Least is "
-            f"lost by {named.label}: {figures}."
+            f"Nothing that is {as_fast} is surely within {self.limit}. Of what is as fast, {named.label} loses least: "
+            f"{figures}."
         )
 
     @property
@@ -235,10 +245,6 @@ class Recommendation:
         if self.used is not None and other.name == self.used.name:
             return f" Whether it is as fast as {one.label}, which loses more at worst, {spread}"
         return f" {other.label} loses less at worst: whether it is as fast {spread}"
-
-    def _at_speed(self, speed: float, named: AdviceRow) -> str:
-        about = "" if named.speedup.median >= speed else "about "
-        return f", the least at {about}{speed:g} times the speed"
 
     @property
     def _kept(self) -> str:
@@ -381,9 +387,9 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
         named |= dict.fromkeys(model.name for model, _ in one.roles)
         # From the slowest on, as the speeds at which one is named.
         for model, role in sorted(one.roles, key=lambda entry: entry[0].speedup.median):
-            use = f" {USE}{condition}" if model == one.used else ""
-            figures = (f"{model.speedup:[.2f}", points(model.loss))
-            rows.append((role, model.name, *figures, f"{one.outcome(model)}{use}"))
+            mark = one.mark(model)
+            outcome = f"{one.outcome(model)} {mark}{condition if mark == USE else ''}".rstrip()
+            rows.append((role, model.name, f"{model.speedup:[.2f}", points(model.loss), outcome))
         if one.speed is None and one.unreached:
             rows.append((f"{one.where}, {one.unreached[0]:g} times", "none as fast", "", "", ""))
     first, *others = recommendations
@@ -467,3 +473,8 @@ def _is_equivalent(difference: Estimate, tolerance: float) -> bool:
 def _reaches(speed: float) -> Callable[[AdviceRow], bool]:
     # What reaches the speed within the noise counts.
     return lambda model: NOISE * model.speedup.median >= speed
+
+
+def _least_speed(speed: float) -> str:
+    """Return in words from which speed-up on a model counts as so many times as fast."""
+    return f"{speed / NOISE:.2f} or more"

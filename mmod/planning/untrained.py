@@ -31,8 +31,10 @@ _LAST = {"name": "attention", "importance": "last_token"}
 _RANDOM = "random 0.5"
 
 
-# The few series that are tried for a wanted speed-up.
-_FASTER = ("gradual", "merge-late", "a-mod", "smaller-image")
+FASTER = ("gradual", "merge-late", "a-mod", "smaller-image")
+"""The few series that are tried for a wanted speed-up."""
+FASTER_SHARES = (1, 0.85, 0.65)
+"""Their budgets, as shares of what would be as fast if time fell as FLOPs do: on small models it falls less."""
 
 
 def image_series() -> list[Candidate]:
@@ -76,15 +78,14 @@ def image_candidates(
     Args:
         image: An image of the size that is advised on (1, C, H, W).
         patch: Height and width of its patches in pixels; None where the model does not say.
-        faster: A wanted speed-up, of which few candidates come at three shares of the FLOPs: that of the factor, and
-            less, as time falls less than FLOPs on small models.
+        faster: A wanted speed-up, for which few candidates come at three shares of the FLOPs, see `FASTER_SHARES`.
     """
     series = image_series()
     if faster is not None:
-        of_series = {one.series: dataclasses.replace(one, control=None) for one in series if one.series in _FASTER}
+        of_series = {one.series: dataclasses.replace(one, control=None) for one in series if one.series in FASTER}
         series = []
         for name, one in of_series.items():
-            for budget in (round(share / faster, 2) for share in (1, 0.85, 0.65)):
+            for budget in (round(share / faster, 2) for share in FASTER_SHARES):
                 series.append(dataclasses.replace(one, name=f"{name}-{budget:g}", budget=budget))
     path, inputs, size = counted_part(model, part, image)
 

@@ -184,6 +184,39 @@ def advice_of(rows: list[tuple[str, float, Estimate, Estimate | None]]) -> Advic
     return Advice(results, {}, "agreement", accuracy, 10.0, 8, 64, 0.02)
 
 
+def test_the_recipe_that_a_wanted_speed_names_is_marked_and_the_mark_explained() -> None:
+    lossy = ("lossy", 1.37, Estimate(0.97, 0.95, 0.99), None)
+    slow = ("slow", 1.2, Estimate(1.0, 0.99, 1.0), None)
+    explained = "- `<- named` is the recipe that the first sentence names without advising it."
+    for rows, speed, marked in (
+        ([lossy, slow], 1.4, ["lossy <- named"]),
+        ([lossy, slow], 3.0, ["lossy <- named"]),
+        ([lossy, slow], 1.2, ["slow <- use"]),
+        # Without a wanted speed, the dense model is kept.
+        ([lossy], None, []),
+    ):
+        advice = dataclasses.replace(advice_of(rows), faster=speed)
+        recipes = [row[0].removeprefix("* ") for row in advice.table().rows[1:]]
+        assert [recipe for recipe in recipes if "<-" in recipe] == marked
+        outcomes = [(row[1], row[4]) for row in advice.verdict.table.rows]
+        assert [f"{name} <-{text.partition('<-')[2]}" for name, text in outcomes if "<-" in text] == marked
+        assert (explained in str(advice)) == (marked == ["lossy <- named"])
+
+
+def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
+    def offered(speed: float, series: str = "a-mod", flops: float = 0.55) -> list[str]:
+        advice = advice_of([("one", speed, Estimate(1.0, 0.99, 1.0), None)])
+        row = dataclasses.replace(advice.rows[0], series=series, flops=flops)
+        return re.findall("`--faster ([0-9.]+)`", str(dataclasses.replace(advice, rows=(row,))))
+
+    # For 1.25 times the speed, the smallest budget is about that of the others.
+    assert offered(1.1) == offered(1.3) == ["1.5"]
+    assert offered(1.6) == ["2"]
+    assert offered(2.1) == []
+    # Three times fewer FLOPs were tried already, and nothing that is tried has another budget.
+    assert offered(1.1, flops=0.33) == offered(1.1, series="") == []
+
+
 def test_what_the_images_leave_open_is_named() -> None:
     def advice(*rows: tuple[str, float, float, float]) -> Advice:
         return advice_of(

@@ -101,9 +101,11 @@ def test_a_speed_is_reached_with_the_best_worse_end() -> None:
             assert (wanted.used == chosen) == kept
             start = f"Use {chosen.name} "
             if not kept:
-                start = f"Nothing that is {speed:g} times as fast for batches of 8 is surely within {choice.limit}. "
+                start = f"Nothing that is {speed:g} times as fast ({speed / 1.03:.2f} or more) for batches of 8 is "
+                start += f"surely within {choice.limit}. Of what is as fast, {chosen.name} loses least: "
             assert wanted.sentence.startswith(start)
-            assert wanted.sentence.endswith(f", the least at {speed:g} times the speed.") == kept
+            least = f", the least at {speed:g} times the speed ({speed / 1.03:.2f} or more)."
+            assert wanted.sentence.endswith(least) == kept
             assert chosen.name in wanted.sentence
             # What keeps the tolerance is told beside what may not.
             names = verdict_of([wanted]).named
@@ -115,7 +117,7 @@ def test_a_speed_is_reached_with_the_best_worse_end() -> None:
                 assert least <= speed <= max([least, *most])
     assert choice.at_speed(2.5) is None
     unreached = dataclasses.replace(choice, speed=2.5).sentence
-    start = "Nothing tried is 2.5 times as fast for batches of 8. The fastest is at 2.2: 2.20 times as fast, "
+    start = "Nothing tried is 2.5 times as fast (2.43 or more) for batches of 8. The fastest is at 2.2: 2.20 times as "
     assert unreached.startswith(start)
 
 
@@ -220,6 +222,9 @@ def test_all_that_is_named_has_a_row_with_its_figures_and_what_is_used_a_mark(sa
             assert all(row[3] == lost[row[1]] for row in rows if row[1] in lost)
             marks = sum(row[4].endswith(USE) for row in rows)
             assert marks == sum(one.used is not None for one in choices)
+            # Of a wanted speed the sentence names a row, whether it is to be used or not.
+            (marked,) = [row[1] for row in rows if "<- " in row[4]] if choices[0].speed else [None]
+            assert marked is None or marked in verdict.sentences[0]
 
 
 def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
