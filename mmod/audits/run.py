@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import islice
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.evaluations import Evaluate, evaluate_classes
 from mmod.analysis.modes import in_mode
@@ -26,7 +24,7 @@ from mmod.audits.shifts import ImageShift, changed_images
 from mmod.audits.tables import LOSS, BatchRows, add_outcomes
 from mmod.config import AuditConfig
 from mmod.io.progress import progress_bar
-from mmod.io.store import Store, fingerprint
+from mmod.io.store import Store, checksum, fingerprint
 from mmod.methods.route import routed_blocks
 from mmod.values import check_value
 
@@ -147,7 +145,7 @@ def _read(
                 previous = compute()
             else:
                 # All batches so far, since numbers of images and the decision on the last one reach across batches.
-                identity |= {"set": name, "batches": _checksum(batch, f"{name} {identity.get('batches')}")}
+                identity |= {"set": name, "batches": checksum(batch, f"{name} {identity.get('batches')}")}
                 previous = store.get(identity, BatchRows)
                 if previous is None:
                     previous = compute()
@@ -169,21 +167,6 @@ def _identity(contexts: Contexts, batch: Any) -> dict[str, object]:
         "leave_one_out": config.leave_one_out,
         **losses,
     }
-
-
-def _checksum(batch: Any, before: str) -> str:
-    """Return a checksum of the tensors and labels of a batch, continued from that of the batches before."""
-    digest = hashlib.sha256(before.encode())
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Mapping):
-            # What a processor returns, and other mappings that torch takes for leaves.
-            digest.update(_checksum(dict(leaf), "").encode())
-        elif isinstance(leaf, Tensor):
-            digest.update(repr((leaf.dtype, leaf.shape)).encode())
-            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        elif isinstance(leaf, (str, int, float, np.ndarray)):
-            digest.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
-    return digest.hexdigest()
 
 
 def _labelled(batch: Any) -> LabelledBatch:

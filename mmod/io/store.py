@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mmod.io.environment import environment
 from mmod.io.files import check_regular, locked, parse_json, writing
@@ -278,6 +279,25 @@ def fingerprint(*outputs: Tensor) -> str:
 def _weights(count: int, step: float) -> Tensor:
     # Multiples of an irrational number modulo 1, no two of which are equal.
     return 0.5 + torch.arange(count) * step % 1
+
+
+def checksum(batch: Any, before: str = "") -> str:
+    """Return what stands for a batch in an identity: a checksum of its tensors, arrays, numbers and texts.
+
+    Args:
+        before: That of the batches before, if it stands for these too.
+    """
+    digest = hashlib.sha256(before.encode())
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Mapping):
+            # What a processor returns, and other mappings that torch takes for leaves.
+            digest.update(checksum(dict(leaf)).encode())
+        elif isinstance(leaf, Tensor):
+            digest.update(repr((leaf.dtype, leaf.shape)).encode())
+            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        elif isinstance(leaf, (str, int, float, np.ndarray)):
+            digest.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
+    return digest.hexdigest()
 
 
 def _record_of(identity: Mapping[str, object], timed_on: str | None) -> dict[str, object]:
