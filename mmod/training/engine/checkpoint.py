@@ -62,7 +62,8 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
         return target
     kept = next(iter(list_checkpoints(folder)), None)
     # Only the first process renames the folder in the end; the others get its temporary name below.
-    with replacing(target, kept=kept) if first else nullcontext(target) as partial:
+    written = replacing(target, kept=kept) if first else nullcontext(target)
+    with written as partial:
         if first:
             # Without parents: a run folder that is gone is not created anew.
             folder.mkdir(exist_ok=True)
@@ -113,21 +114,21 @@ def load_checkpoint(path: Path, *, averaged: bool = False, into: Checkpoint | No
         into: A checkpoint with shards, whose tensors are overwritten with those that any number of processes saved.
     """
     check_sums(path, together=True)
-    average = path / _AVERAGE
     training = load_pickle(path / _TRAINING)
     if not isinstance(training, dict):
         raise DamagedFileError(f"{str(path / _TRAINING)!r} holds no state of a training run")
     # Shards are read into the tensors of the running model: no process has room for whole ones.
     if into is not None:
         for name, state in into.tensors.items():
-            with plain_errors(shards_of(path / name)):
-                dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(shards_of(path / name))))
+            shards = shards_of(path / name)
+            with plain_errors(shards):
+                dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(shards)))
         return replace(into, training=training)
-    return Checkpoint(
-        weights=read_tensors(path / WEIGHTS)[0],
-        average=read_tensors(average)[0] if averaged or average.exists() else None,
-        training=training,
-    )
+    weights, _ = read_tensors(path / WEIGHTS)
+    average = None
+    if averaged or (path / _AVERAGE).exists():
+        average, _ = read_tensors(path / _AVERAGE)
+    return Checkpoint(weights=weights, average=average, training=training)
 
 
 def read_newest(paths: Sequence[Path], read: Callable[[Path], Content]) -> tuple[Path, Content] | None:

@@ -367,7 +367,9 @@ class LoopConfig(RunConfig):
         """Return the number of optimiser steps in an epoch of so many batches."""
         # Rounded up, because the last group of an epoch may have fewer batches.
         steps = -(-batches // self.accumulate)
-        return steps if self.epoch_steps is None else min(steps, self.epoch_steps)
+        if self.epoch_steps is not None:
+            steps = min(steps, self.epoch_steps)
+        return steps
 
     @property
     def routings(self) -> dict[str, RoutingConfig]:
@@ -406,10 +408,16 @@ class LoopConfig(RunConfig):
 
     def teacher(self) -> str | None:
         """Return the teacher, with "auto" resolved; None for no distillation."""
-        if self.distill.teacher == "auto":
-            changed = any(not method.training_only for method in self.applied)
-            return "dense" if changed and self.model.has_weights else None
-        return None if self.distill.teacher == "none" else self.distill.teacher
+        teacher = self.distill.teacher
+        if teacher == "none":
+            return None
+        if teacher != "auto":
+            return teacher
+        changed = any(not method.training_only for method in self.applied)
+        # A model without weights has nothing to teach, and one that no method changes nothing to learn.
+        if changed and self.model.has_weights:
+            return "dense"
+        return None
 
     def named_teacher(self, name: str) -> Self | None:
         """Return the config of a teacher that has a model of its own; None for a checkpoint of the run's model."""

@@ -78,8 +78,8 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
         local = dist.get_node_local_rank(0)
         rank = dist.get_rank()
         world = dist.get_world_size()
-    if joined or world > 1:
-        chosen = torch.device(chosen.type, local) if chosen.type != "cpu" else chosen
+    if (joined or world > 1) and chosen.type != "cpu":
+        chosen = torch.device(chosen.type, local)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if not joined and (world > 1 or grouped):
@@ -150,7 +150,9 @@ class StopRequest(Stop):
         super().__init__()
         self._agreed = 0
         # A separate group, so that no step waits for a GPU. Versions of torch differ in what they say it is.
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
 
     def agreed(self) -> bool:
         """Return whether any process got a signal to stop; collective over processes."""
@@ -164,6 +166,8 @@ class StopRequest(Stop):
 
     def leave(self, folder: str | Path, step: int, *, loud: bool) -> None:
         """Exit with code 128 + signal after `step` saved steps; print a message if `loud`."""
-        name = signal_name(self._agreed)
-        line = f"{folder}: {name} after step {step}, which is saved; the same command goes on"
-        exit_after(self._agreed, line if loud else "")
+        line = ""
+        if loud:
+            name = signal_name(self._agreed)
+            line = f"{folder}: {name} after step {step}, which is saved; the same command goes on"
+        exit_after(self._agreed, line)

@@ -60,14 +60,18 @@ class RunEstimate:
     def __str__(self) -> str:
         by_input = ", ".join(f"{name} {count / 1e9:.4g}" for name, count in self.flops.items())
         step = f"{self.step_flops / 1e12:.4g}"
+        memory = (
+            f"memory of one process: weights {_size(self.weight_bytes)}, gradients and moments "
+            f"{_size(self.training_bytes)}, activations about {_size(self.activation_bytes)}"
+        )
+        if self.full_bytes:
+            memory += f"; {_size(self.full_bytes)} more for whole weights in evaluations"
         return "\n".join(
             [
                 f"epochs: {self.epochs:.4g}, steps: {self.steps} of {self.batch} samples",
                 f"forward GFLOPs of a sample: {by_input}; about {step} TFLOPs a step",
                 f"{self.parameters:,} parameters, {self.trained:,} trained",
-                f"memory of one process: weights {_size(self.weight_bytes)}, gradients and moments "
-                f"{_size(self.training_bytes)}, activations about {_size(self.activation_bytes)}"
-                + (f"; {_size(self.full_bytes)} more for whole weights in evaluations" if self.full_bytes else ""),
+                memory,
             ]
         )
 
@@ -90,10 +94,12 @@ def estimate(kind: LoopKind) -> RunEstimate:
     model, teacher, (stream, test) = begin(kind, Process(0, world, device))
     model.to(device)
     check_evaluation(test, config.data, shown=True)
-    stream.report.add(stream.faults(shown=True, batches=math.ceil(_READ / stream.batch_size)))
+    batches_read = math.ceil(_READ / stream.batch_size)
+    stream.report.add(stream.faults(shown=True, batches=batches_read))
     batch = config.step_samples(world)
     epoch_steps = config.steps_of_epoch(stream.steps_per_epoch)
-    epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]
+    optimizer = create_optimizer(config.optim, model, batch)
+    _, epochs = create_schedule(config, optimizer, epoch_steps)
 
     # In training mode and with the teacher: both hold activations that an evaluation does not.
     task = kind.task(model, teacher, Process(0, 1, device)).to(device).train()
@@ -102,10 +108,14 @@ def estimate(kind: LoopKind) -> RunEstimate:
     with decisions_of(model) as decisions:
         held = _held_bytes(task, inputs, targets, device)
 
-    sharded = config.distributed.sharded
-    shares = world if sharded else 1
-    copies = 1 if config.ema is None else 2
     weights = bytes_of(model.parameters())
+    weight_bytes = weights if config.ema is None else 2 * weights
+    shares = 1
+    full_bytes = 0
+    if config.distributed.sharded:
+        shares = world
+        full_bytes = weights
+    teacher_bytes = 0 if teacher is None else bytes_of(teacher.parameters())
     trained = [value for value in model.parameters() if value.requires_grad]
     return RunEstimate(
         epochs=epochs,
@@ -115,12 +125,12 @@ def estimate(kind: LoopKind) -> RunEstimate:
         parameters=sum(value.numel() for value in model.parameters()),
         trained=sum(value.numel() for value in trained),
         processes=world,
-        weight_bytes=copies * weights // shares + (0 if teacher is None else bytes_of(teacher.parameters())),
+        weight_bytes=weight_bytes // shares + teacher_bytes,
         # A gradient and the two moments of Adam.
         training_bytes=3 * bytes_of(trained) // shares,
         # In proportion to the batch.
         activation_bytes=held * config.data.batch_size // len(inputs),
-        full_bytes=weights if sharded else 0,
+        full_bytes=full_bytes,
     )
 
 

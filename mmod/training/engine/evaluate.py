@@ -51,12 +51,16 @@ class RoutedResult:
     @property
     def mean_kept(self) -> float:
         """Mean kept share over the modules that decide; 1 for a dense model."""
-        return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
+        if not self.kept:
+            return 1.0
+        return sum(self.kept.values()) / len(self.kept)
 
     @property
     def told_kept(self) -> str:
         """The kept share behind a comma; empty for a dense model, which has nothing to keep."""
-        return f", kept {self.mean_kept:.3f}" if self.kept else ""
+        if not self.kept:
+            return ""
+        return f", kept {self.mean_kept:.3f}"
 
 
 class Evaluated(NamedTuple):
@@ -92,14 +96,16 @@ def read_rows(
     with in_mode(False, model), torch.no_grad():
         for batch in bar:
             parts.append(evaluate(model, to_device(batch, device)))
-    # Moved at the end, because moving waits for the device.
-    mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in (parts or [{}])[0]}
     # A process may have no batch.
+    names = list(parts[0]) if parts else []
+    # Moved at the end, because moving waits for the device.
+    mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in names}
     everyone = [rows for rows in gathered(mine) if rows]
     if not everyone:
         # Streams of a caller may have no report.
         report = getattr(stream, "report", None)
-        raise ValueError(f"the evaluation stream holds no sample that can be read{f'; {report}' if report else ''}")
+        faults = f"; {report}" if report else ""
+        raise ValueError(f"the evaluation stream holds no sample that can be read{faults}")
     return {name: torch.cat([rows[name] for rows in everyone]) for name in everyone[0]}
 
 

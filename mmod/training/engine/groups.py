@@ -95,7 +95,9 @@ rate is reached. Set schedule.warmup_epochs to 0, or at most 2
     if not warmup or warmup < length:
         return
     most = math.ceil(length) - 1
-    advice = f"0, or at most {most}" if most else "0"
+    advice = "0"
+    if most:
+        advice = f"0, or at most {most}"
     raise ValueError(
         f"{key}={warmup:g} is as long as the run, {length_key}={length:g}: training would end before the learning rate "
         f"is reached. Set {key} to {advice}"

@@ -48,7 +48,9 @@ class RouterHealth:
         self._figures = {}
         self._gradients = {}
         # Methods for training alone may have been undone since.
-        self._blocks = routed_blocks(self._model) if is_routed(self._model) else {}
+        self._blocks = {}
+        if is_routed(self._model):
+            self._blocks = routed_blocks(self._model)
         for name, block in self._blocks.items():
             routing = block.mod_state.routing
             if routing is None:
@@ -141,26 +143,36 @@ def figures_of(routing: Routing, router: Router) -> dict[str, float | None]:
     per_image = router.config.router.per_image
     gate_S = _gates(routing)
     spread, level = _spread(routing.score_BN, free_BN, per_image=per_image)
+    # One decision for all tokens of an image has no positions to compare.
+    same_positions = None if per_image else _same_positions(keep_BN, free_BN)
+    gate_mean = gate_std = None
+    if len(gate_S):
+        gate_mean = float(gate_S.mean())
+        gate_std = float(gate_S.std(correction=0))
     return {
         "kept": _share(keep_BN, routing.counted_BN) or 0.0,
         "load": _share(keep_BN, free_BN),
-        "same_positions": None if per_image else _same_positions(keep_BN, free_BN),
+        "same_positions": same_positions,
         "spread": spread,
         "level": level,
-        "gate": float(gate_S.mean()) if len(gate_S) else None,
-        "gate_std": float(gate_S.std(correction=0)) if len(gate_S) else None,
+        "gate": gate_mean,
+        "gate_std": gate_std,
     }
 
 
 def _row(step: int, data: str, block: str, figures: Mapping[str, float | None]) -> RouterRow:
-    values = {name: figures.get(name) for name in FIGURES}
-    rounded = {name: None if value is None else float(f"{value:.6g}") for name, value in values.items()}
+    rounded: dict[str, float | None] = {}
+    for name in FIGURES:
+        value = figures.get(name)
+        rounded[name] = None if value is None else float(f"{value:.6g}")
     return {"step": step, "data": data, "block": block, **rounded}
 
 
 def _share(keep_BN: Tensor, among_BN: Tensor) -> float | None:
     total = int(among_BN.sum())
-    return int((keep_BN & among_BN).sum()) / total if total else None
+    if not total:
+        return None
+    return int((keep_BN & among_BN).sum()) / total
 
 
 def _gates(routing: Routing) -> Tensor:
@@ -240,8 +252,10 @@ def _advice(reason: str, config: RoutingConfig) -> str:
     learns = config.router.learns
     if reason == "all":
         # MoDification (arXiv 2410.14268) ends there with its loss on the load alone.
-        pull = "; losses={'capacity': 1.0} pulls the share to the capacity, losses.load alone may not"
-        return f"Raise select.threshold{pull if learns else ''}."
+        pull = ""
+        if learns:
+            pull = "; losses={'capacity': 1.0} pulls the share to the capacity, losses.load alone may not"
+        return f"Raise select.threshold{pull}."
     if reason == "nothing":
         pull = ", or set losses={'capacity': 1.0}" if learns else ""
         return f"Lower select.threshold{pull}; select.min_tokens keeps a few in any case."
@@ -257,7 +271,9 @@ def _advice(reason: str, config: RoutingConfig) -> str:
             f"router={config.router.name!r} does not tell these tokens apart: try another score, or router='stride', "
             "which keeps fixed positions at no cost."
         )
-    lower = " A smaller losses.membership makes it less firm." if "membership" in config.losses else ""
+    lower = ""
+    if "membership" in config.losses:
+        lower = " A smaller losses.membership makes it less firm."
     return (
         "losses={'importance': 1.0} teaches it what attention finds, router='attention' needs no training, and "
         f"router='stride' keeps fixed positions at no cost.{lower}"

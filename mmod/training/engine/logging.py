@@ -47,7 +47,9 @@ class Meters:
             # the GPU.
             value = value.detach().double()
             sums = torch.stack([value * count, torch.full_like(value, count)])
-            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+            if name in self._sums:
+                sums = self._sums[name] + sums
+            self._sums[name] = sums
 
     def means(self) -> dict[str, float]:
         """Return the means so far."""
@@ -178,4 +180,6 @@ def _peak_rss() -> float:
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in KiB, macOS in bytes.
-    return float(peak if sys.platform == "darwin" else 1024 * peak)
+    if sys.platform != "darwin":
+        peak *= 1024
+    return float(peak)

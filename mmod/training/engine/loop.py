@@ -124,9 +124,10 @@ class _Trainer:
             self.model.to(process.device)
         self.health = RouterHealth(self.model, measured=not config.compile)
         self.ema = None
+        self.average: nn.Module | None = None
         if config.ema is not None:
             self.ema = ModelEmaV3(self.model, decay=config.ema.decay, use_warmup=config.ema.use_warmup)
-        self.average: nn.Module | None = None if self.ema is None else self.ema.module
+            self.average = self.ema.module
         share = Shards if sharded else Replicas
         self.parallel = share(self.model, self.average, process, config.precision, compiled=config.compile)
         self.task: Task = kind.task(self.model, teacher, process).to(process.device)
@@ -292,7 +293,8 @@ class _Trainer:
         for index, one_pass in enumerate(self.task.passes(group, self.process.device)):
             is_last = index + 1 == len(group)
             # Gradients are exchanged once a step, in its last pass.
-            with nullcontext() if is_last else self.parallel.local(self.wrapped):
+            exchange = nullcontext() if is_last else self.parallel.local(self.wrapped)
+            with exchange:
                 parts: dict[str, Tensor] = self.wrapped(*one_pass.arguments)
                 # Before the backward pass, in which the gradients of scores are counted.
                 if logged and is_last:
@@ -350,7 +352,8 @@ class _Trainer:
         # Smoothed by tqdm; none is known after the first step.
         speed = bar.format_dict["rate"]
         self.board.write({f"step/{name}": value for name, value in figures.items()}, self.step)
-        self.board.write({"step/samples_per_second": speed} if speed else {}, self.step)
+        if speed:
+            self.board.write({"step/samples_per_second": speed}, self.step)
         self.board.write(logged_figures(rows), self.step)
 
     def _learning_rate(self) -> float:
@@ -360,7 +363,9 @@ class _Trainer:
         # Evaluations may draw as well, and a resumed run has to give the same figures.
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         evaluation = self._evaluate_model(self.model)
-        return evaluation, None if self.average is None else self._evaluate_model(self.average)
+        if self.average is None:
+            return evaluation, None
+        return evaluation, self._evaluate_model(self.average)
 
     def _evaluate_model(self, model: nn.Module) -> Evaluated:
         with self.parallel.full_weights(model) as gathered_model:
@@ -374,7 +379,8 @@ class _Trainer:
         # The first process keeps the sums of all and the others start anew, so that any number of processes may
         # resume.
         self.meters.gather(keep=self.process.is_first)
-        faults = {name: [tuple(fault) for fault in report.faults] for name, report in self._reports().items()}
+        reports = self._reports()
+        faults = {name: [tuple(fault) for fault in report.faults] for name, report in reports.items()}
         optimizer, moments = self.parallel.optimizer_state(self.optimizer)
         training = {
             "optimizer": optimizer,
@@ -412,10 +418,13 @@ class _Trainer:
         # Weights, average and optimiser are loaded by now; what follows is small and the same in every process.
         self.scaler.load_state_dict(training["scaler"])
         for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
-            stream.report.faults.update(dict.fromkeys(Fault(*fault) for fault in training["faults"][name]))
+            faults = (Fault(*fault) for fault in training["faults"][name])
+            stream.report.faults.update(dict.fromkeys(faults))
         sums = training["meters"]
         # The sums of all processes were saved as one, which the first takes up.
-        self.meters.load_state_dict(sums if self.process.is_first else {name: [0.0, 0] for name in sums})
+        if not self.process.is_first:
+            sums = {name: [0.0, 0] for name in sums}
+        self.meters.load_state_dict(sums)
         self.history = training["history"]
         self.epoch = training["epoch"]
         self.step = training["step"]
@@ -439,8 +448,10 @@ class _Trainer:
             usage=self.usage.figures(),
             outcomes=(average or evaluation).outcomes,
         )
-        self._export(self.model if self.average is None else self.average, FINAL_MODEL)
-        if self.average is not None:
+        if self.average is None:
+            self._export(self.model, FINAL_MODEL)
+        else:
+            self._export(self.average, FINAL_MODEL)
             self._export(self.model, LAST_WEIGHTS)
         if self.process.is_first:
             write_csv(self.folder / "metrics.csv", self.history)

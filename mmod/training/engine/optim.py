@@ -86,9 +86,11 @@ def complete_states(optimizer: torch.optim.Optimizer) -> None:
                 continue
             state = dict(optimizer.state[reached])
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    # A moment has the shape of its weight; a step counter has its own.
-                    state[key] = torch.zeros_like(weight if value.shape == reached.shape else value)
+                if not isinstance(value, Tensor):
+                    continue
+                # A moment has the shape of its weight; a step counter has its own.
+                like = weight if value.shape == reached.shape else value
+                state[key] = torch.zeros_like(like)
             optimizer.state[weight] = state
 
 

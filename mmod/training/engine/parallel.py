@@ -46,7 +46,9 @@ class Replicas:
         """Return the module to call in training."""
         if self.process.world == 1:
             return task
-        devices = [self.process.device] if self.process.device.type == "cuda" else None
+        devices = None
+        if self.process.device.type == "cuda":
+            devices = [self.process.device]
         # It sums gradients in other groups in its first step than in later ones: after a resumption, sums of three
         # processes or more may be rounded differently.
         return DistributedDataParallel(task, device_ids=devices)
@@ -108,7 +110,8 @@ class Shards(Replicas):
             # FSDP2 shards no scalars, such as CLIP's logit scale.
             ignored = {weight for weight in module.parameters() if not weight.ndim}
             # Blocks first, the model last: FSDP2 gathers the weights of a block just before it runs.
-            for block in chain.from_iterable(stack.blocks for stack in find_stacks(module).values()):
+            stacks = find_stacks(module).values()
+            for block in chain.from_iterable(stack.blocks for stack in stacks):
                 if compiled and module is model:
                     block.compile()
                 fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
@@ -145,7 +148,9 @@ class Shards(Replicas):
         try:
             for name, value in model.state_dict().items():
                 # Collective: all processes walk the state dict in the same order.
-                weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+                if isinstance(value, DTensor):
+                    value = value.full_tensor()
+                weights[name].copy_(value)
             yield self._full
         finally:
             # Off the device between evaluations: whole weights are what shards are there to avoid.

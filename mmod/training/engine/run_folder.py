@@ -92,8 +92,11 @@ class FitResult(Generic[Result]):
 
 def _check_continues(config: RunConfig, existing: dict[str, Any], record: dict[str, Any]) -> None:
     """Raise a ValueError if the run of a folder's record is not that of the config."""
-    equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
-    free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
+    step_samples = _step_samples(existing)
+    free_keys = config.free_keys
+    # A step of as many samples may be split otherwise into batches, accumulation and processes.
+    if step_samples is not None and step_samples == _step_samples(record):
+        free_keys = free_keys | _BATCH_KEYS
     advice = f"choose another folder; there, `--model.checkpoint {config.output}` goes on from its weights"
     check_same(config.output, portable(existing), portable(record), kind="a run", free_keys=free_keys, advice=advice)
 
@@ -155,7 +158,8 @@ def run_once(
     result = finished()
     if result is not None:
         return result
-    with locked(folder, wait=False) if rank == 0 else nullcontext():
+    lock = locked(folder, wait=False) if rank == 0 else nullcontext()
+    with lock:
         wait_for_all()
         # Another process may have finished the run in the meantime.
         result = finished()
@@ -197,9 +201,13 @@ def is_finished(folder: str | Path) -> bool:
 
 def unfinished(checkpoint: str | Path | None) -> list[str]:
     """Say that a model is the last checkpoint of a run that is not finished, if it is: its figures will change."""
-    run = None if checkpoint is None else find_run(checkpoint)
+    if checkpoint is None:
+        return []
+    run = find_run(checkpoint)
+    if run is None or run != Path(checkpoint):
+        return []
     # The final model of a run is written once, before its result.
-    if run is None or run != Path(str(checkpoint)) or is_finished(run) or (run / FINAL_MODEL).exists():
+    if is_finished(run) or (run / FINAL_MODEL).exists():
         return []
     return [f"The model is the last checkpoint of the run {run}, which is not finished"]
 
@@ -211,7 +219,9 @@ def epochs_and_seconds(folder: str | Path | None) -> tuple[float | None, float |
         return None, None
     seconds = (result.get("usage") or {}).get("wall_seconds")
     epochs = result.get("epochs")
-    return epochs, seconds / epochs if seconds and epochs else None
+    if not seconds or not epochs:
+        return epochs, None
+    return epochs, seconds / epochs
 
 
 def samples_of_epoch(folder: str | Path | None) -> float | None:

@@ -54,7 +54,9 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
             "with `routing: null` and no methods"
         )
     # What methods added is set aside, and loaded once the methods have made its modules.
-    added = {} if checkpoint is None else kind.load(model, checkpoint, config.applied)
+    added = {}
+    if checkpoint is not None:
+        added = kind.load(model, checkpoint, config.applied)
     # Copied before methods are applied: a dense teacher is the starting model itself.
     teacher = _create_teacher(kind, model, copied)
     # What methods add is what the model does not have yet.
@@ -130,7 +132,9 @@ def load_dense(
     names = set(model.state_dict())
     added = {name: value for name, value in state.items() if name not in names and is_added(name)}
     dense: Mapping[str, Tensor] = {name: value for name, value in state.items() if name not in added}
-    load_weights(model, dense if adapt is None else adapt(model, dict(dense)), checkpoint)
+    if adapt is not None:
+        dense = adapt(model, dict(dense))
+    load_weights(model, dense, checkpoint)
     return added
 
 
@@ -161,7 +165,10 @@ def _create_teacher(kind: LoopKind, model: nn.Module, copied: bool) -> nn.Module
         name = None
     if name is None or (name == "dense" and not copied):
         return None
-    teacher = copy.deepcopy(model) if name == "dense" else create_teacher(kind, name, model)
+    if name == "dense":
+        teacher = copy.deepcopy(model)
+    else:
+        teacher = create_teacher(kind, name, model)
     return teacher.eval().requires_grad_(False)
 
 

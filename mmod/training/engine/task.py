@@ -106,7 +106,9 @@ class Task(nn.Module):
 
     def auxiliary_term(self) -> dict[str, Tensor]:
         """Return the auxiliary losses of the model's last pass as a term of the loss; none where they do not count."""
-        return {"auxiliary": auxiliary_loss(self.model)} if self.auxiliary else {}
+        if not self.auxiliary:
+            return {}
+        return {"auxiliary": auxiliary_loss(self.model)}
 
     def distillation_term(self, logits: Tensor, answer: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
         """Return the divergence of logits (..., C) from the teacher's as a term of the loss; none without a teacher.
@@ -143,9 +145,13 @@ def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> 
     def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
         # A router's decision marks tokens that always run, or never, with infinity.
         decides = isinstance(module, Router)
-        floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if any(bool((x.isnan() if decides else ~x.isfinite()).any()) for x in floats):
-            names.append(f"the output of {name}")
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                continue
+            bad = leaf.isnan() if decides else ~leaf.isfinite()
+            if bad.any():
+                names.append(f"the output of {name}")
+                return
 
     modules = [(name, module) for name, module in task.model.named_modules() if name]
     handles = [module.register_forward_hook(partial(note, name)) for name, module in modules]
