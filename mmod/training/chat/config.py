@@ -114,7 +114,9 @@ class ModelConfig(Checked, group="model"):
     @property
     def folder(self) -> str | None:
         """The folder on this machine that holds the checkpoint's model; None for a name on the hub."""
-        folder = None if self.checkpoint is None else model_folder(self.checkpoint)
+        if self.checkpoint is None:
+            return None
+        folder = model_folder(self.checkpoint)
         return None if folder is None else str(folder)
 
 

@@ -19,6 +19,7 @@ from mmod.analysis import PrefillFlops, Prompt, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.flop_count import vision_flops
 from mmod.analysis.flop_report import FlopCounts
+from mmod.blocks.routed import RoutedBlock
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import check_conversations, open_conversations
 from mmod.data.readers.lengths import open_checked
@@ -70,21 +71,23 @@ class ChatEstimate(RunEstimate):
     @property
     def step_flops(self) -> float:
         """FLOPs of an optimiser step; a backward pass counts as two forward passes, without a tower that is fixed."""
-        return super().step_flops - (0 if self.tower_trains else 2 * self.batch * self.vision)
+        if self.tower_trains:
+            return super().step_flops
+        return super().step_flops - 2 * self.batch * self.vision
 
     def __str__(self) -> str:
+        backward = "" if self.tower_trains else " (no backward pass)"
         lines = [
             super().__str__(),
             f"{self.samples} conversations of {self.tokens} tokens, {self.image_tokens} of images; at most "
             f"{self.longest}; {self.answers:.1f} to learn",
-            f"forward GFLOPs of the vision tower: {self.vision / 1e9:.4g}"
-            + ("" if self.tower_trains else " (no backward pass)")
-            + f"; of the dense model: {self.dense / 1e9:.4g}",
+            f"forward GFLOPs of the vision tower: {self.vision / 1e9:.4g}{backward}; of the dense model: "
+            f"{self.dense / 1e9:.4g}",
             f"{len(self.kept)} of {self.depth} layers are routed, by {self.router_parameters:,} parameters",
         ]
-        lines += [
-            f"  {name}: {'by threshold' if share is None else f'keeps {share:g}'}" for name, share in self.kept.items()
-        ]
+        for name, share in self.kept.items():
+            rule = "by threshold" if share is None else f"keeps {share:g}"
+            lines.append(f"  {name}: {rule}")
         return "\n".join(lines)
 
 
@@ -97,7 +100,9 @@ def estimate(kind: Any) -> ChatEstimate:
     model, processor = create_with_processor(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
     train = open_checked(config.data.train, config.data, collator)
-    val = None if config.data.val is None else open_conversations(config.data.val, config.data)
+    val = None
+    if config.data.val is not None:
+        val = open_conversations(config.data.val, config.data)
     check_start(config, arguments, processor.tokenizer, train, val)
 
     # Evenly over the data, since files are often sorted.
@@ -114,8 +119,11 @@ def estimate(kind: Any) -> ChatEstimate:
     patches = round(mean(count_patches(model, sample) for sample in samples))
 
     steps, epoch_steps = steps_of(arguments, len(train))
-    blocks = routed_blocks(model) if is_routed(model) else {}
-    shares = dict(capacities(model)) if blocks else {}
+    blocks: dict[str, RoutedBlock] = {}
+    shares: dict[str, float] = {}
+    if is_routed(model):
+        blocks = routed_blocks(model)
+        shares = dict(capacities(model))
     known = needed_shares(model, shares)
     # Before the counts, whose copies of the model then try its blocks no more.
     stacks = find_stacks(model)
@@ -130,13 +138,19 @@ def estimate(kind: Any) -> ChatEstimate:
     # The arguments leave out what needs a device.
     is_half = bool(config.trainer.get("bf16") or config.trainer.get("fp16"))
     recomputes = bool(arguments.activation_checkpointing)
-    held = sum(
-        _held_bytes(stack, patches if name == "image" else tokens, kept, is_half, recomputes)
-        for name, stack in stacks.items()
+    held = 0
+    for name, stack in stacks.items():
         # Below the language model, a frozen tower has no backward pass.
-        if name == "language" or _is_trained(stack)
-    )
+        if name != "language" and not _is_trained(stack):
+            continue
+        stack_tokens = patches if name == "image" else tokens
+        held += _held_bytes(stack, stack_tokens, kept, is_half, recomputes)
 
+    kept_shares: dict[str, float | None] = {}
+    for name, block in blocks.items():
+        # What a threshold keeps depends on the data.
+        kept_shares[name] = shares[name] if block.router.config.select == "topk" else None
+    routable = config.routing or ["language"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ChatEstimate(
         samples=len(train),
@@ -153,8 +167,8 @@ def estimate(kind: Any) -> ChatEstimate:
         vision=vision,
         dense=language.dense + logits + dense_vision,
         tower_trains="image" in stacks and _is_trained(stacks["image"]),
-        kept={name: shares[name] if block.router.config.select == "topk" else None for name, block in blocks.items()},
-        depth=sum(len(stack.blocks) for name, stack in stacks.items() if name in (config.routing or ["language"])),
+        kept=kept_shares,
+        depth=sum(len(stack.blocks) for name, stack in stacks.items() if name in routable),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         router_parameters=sum(parameter.numel() for parameter in router_parameters(model).values()),
         trained=sum(parameter.numel() for parameter in trained),
@@ -212,7 +226,9 @@ def count_patches(model: Any, batch: Mapping[str, Tensor]) -> int:
         return 0
     *images, _, height, width = batch["pixel_values"].shape
     side: Any = model.config.vision_config.patch_size
-    down, across = (side, side) if isinstance(side, int) else side
+    if isinstance(side, int):
+        side = (side, side)
+    down, across = side
     return math.prod(images) * (height // down) * (width // across)
 
 
@@ -226,8 +242,11 @@ def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], is_half
     """Return the memory that the blocks of a stack hold for their backward pass; `recomputed`: their inputs alone."""
     total = 0
     for name, block in zip(stack.names, stack.blocks):
-        width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
-        # What a linear layer reads and writes is held for its gradient.
-        held = stack.dim * tokens + (0 if recomputed else kept.get(name, tokens) * width)
-        total += held * (2 if is_half else next(block.parameters()).element_size())
+        held = stack.dim * tokens
+        if not recomputed:
+            # What a linear layer reads and writes is held for its gradient.
+            linear = [part for part in block.modules() if isinstance(part, nn.Linear)]
+            held += kept.get(name, tokens) * sum(part.in_features + part.out_features for part in linear)
+        element_size = 2 if is_half else next(block.parameters()).element_size()
+        total += held * element_size
     return total

@@ -63,7 +63,9 @@ class EvalResult(RoutedResult):
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {share:.2f} % of {self.questions[kind]}" for kind, share in self.right.items())
-        kept = f"{self.told_kept} of the tokens that may be skipped" if self.kept else ""
+        kept = ""
+        if self.kept:
+            kept = f"{self.told_kept} of the tokens that may be skipped"
         return f"answers right {self.accuracy:.2f} %: {kinds}{kept}"
 
     @property
@@ -127,11 +129,11 @@ def ask(
             given = generate(model, collator, collator.prompts(chats), max_new_tokens)
             for chat, text in zip(chats, given):
                 answers.append(Answer(chat.key, chat.question_type, chat.messages[-2].text, chat.answer, text))
-        # Nothing could be skipped where no token was free.
-        kept = {
-            name: ran / free if free else 1.0
-            for name, (ran, free) in ((name, sums.tolist()) for name, sums in watched.items())
-        }
+        kept = {}
+        for name, sums in watched.items():
+            ran, free = sums.tolist()
+            # Nothing could be skipped where no token was free.
+            kept[name] = ran / free if free else 1.0
     everyone = list(chain.from_iterable(gathered(answers)))
     if not everyone:
         raise ValueError(f"no conversation of the evaluation can be read; {conversations.report}")
@@ -186,12 +188,16 @@ def generate(
     """Generate answers greedily."""
     tokenizer = collator.processor.tokenizer
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
+    # Many language models have no token for padding, which the ends of short answers need.
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = tokenizer.eos_token_id
     ids_BN: Tensor = model.generate(
         **inputs,
         max_new_tokens=max_new_tokens,
         min_new_tokens=max_new_tokens if exactly else None,
         do_sample=False,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        pad_token_id=padding,
         # An image token without an image would fail in the next step.
         suppress_tokens=[collator.processor.image_token_id],
     )

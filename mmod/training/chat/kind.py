@@ -39,7 +39,8 @@ class ChatKind:
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the model before methods are applied; see `mmod.training.chat.start.create_dense`."""
-        return create_dense(self.config, create_processor(self.config) if weights else None, on_meta=not weights)
+        processor = create_processor(self.config) if weights else None
+        return create_dense(self.config, processor, on_meta=not weights)
 
     def data(
         self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None

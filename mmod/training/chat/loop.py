@@ -84,10 +84,13 @@ def _train(
     data = _open_data(kind.config, arguments, progress)
     model, processor = create_with_processor(config)
     warn_of_halves(model, config)
-    size = arguments.per_device_eval_batch_size
+    measure = None
+    if data.val is not None:
+        size = arguments.per_device_eval_batch_size
+        measure = partial(_measure, kind, data=data, size=size, progress=progress)
     trainer = RoutedTrainer(
         config.optim,
-        None if data.val is None else partial(_measure, kind, data=data, size=size, progress=progress),
+        measure,
         model=model,
         args=arguments,
         train_dataset=data.train,
@@ -147,7 +150,9 @@ def _write_result(
 ) -> FitResult[EvalResult | None]:
     """Write the result of a run with the statistics of its routers, and return it. Collective."""
     state = trainer.state
-    reports = {"train": data.train.report, **({} if data.val is None else {"val": data.val.report})}
+    reports = {"train": data.train.report}
+    if data.val is not None:
+        reports["val"] = data.val.report
     result = FitResult(
         folder=str(folder),
         epochs=round(state.epoch or 0.0, 6),

@@ -67,7 +67,10 @@ def check_words(texts: Iterable[str], tokenizer: Any, advice: str) -> None:
         advice: What to do, an English imperative.
     """
     unknown = tokenizer.unk_token_id
-    tokens = [] if unknown is None else tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    # A tokenizer that knows every byte has no token for unknown words.
+    if unknown is None:
+        return
+    tokens = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     counts = [(sum(token == unknown for token in row), len(row)) for row in tokens]
     count = sum(found for found, _ in counts)
     total = sum(length for _, length in counts)

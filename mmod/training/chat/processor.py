@@ -75,7 +75,9 @@ def pixel_limits_of(processor: Any) -> dict[str, int] | None:
         return None
     pixels = patches * images.patch_size**2
     is_of_pixels = 2 * pixels > most >= pixels
-    return {"shortest_edge": fewest, "longest_edge": most} if is_of_pixels else None
+    if not is_of_pixels:
+        return None
+    return {"shortest_edge": fewest, "longest_edge": most}
 
 
 def create_word_processor(image_size: int, patch_size: int) -> Any:

@@ -118,7 +118,9 @@ def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 
 def _modules_to_save(names: Iterable[str], given: Any) -> list[str]:
     """Return the modules that are trained beside adapters as a list, each of which names one of the model."""
-    listed = [given] if isinstance(given, str) else given or []
+    listed = given or []
+    if isinstance(given, str):
+        listed = [given]
     check_value("lora.modules_to_save", listed, list[str])
     # As peft compares them.
     known = tuple(names)
@@ -191,10 +193,14 @@ def warn_of_halves(model: nn.Module, config: TrainConfig) -> None:
 
 def check_routers_learn(model: nn.Module) -> None:
     """Refuse to train a model whose routers would stay random."""
-    for name, block in routed_blocks(model).items() if is_routed(model) else ():
+    if not is_routed(model):
+        return
+    for name, block in routed_blocks(model).items():
         config = block.router.config
-        # A predictor of the kept tokens takes the loss in place of the score.
-        losses = set(config.losses) - ({"membership"} if config.language.predictor else set())
+        losses = set(config.losses)
+        if config.language.predictor:
+            # A predictor of the kept tokens takes the loss in place of the score.
+            losses.discard("membership")
         if config.router.learns and config.gate.name == "identity" and not losses:
             raise ValueError(
                 f"the router of {name} would not learn: gate 'identity' sends its score no gradient and no loss does. "
@@ -223,7 +229,8 @@ def _opened(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
         return open_model(spec, args=source.args).model
     torch.manual_seed(config.seed)
     known = {name: source.args[name] for name in WITHOUT_WEIGHTS if name in source.args}
-    with torch.device("meta" if on_meta else "cpu"):
+    device = "meta" if on_meta else "cpu"
+    with torch.device(device):
         return open_model(spec, pretrained=False, args=known).model
 
 

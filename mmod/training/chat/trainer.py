@@ -72,10 +72,12 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         "report_to": "none",
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,
-        "metric_for_best_model": RIGHT if options.get("load_best_model_at_end") else None,
+        "metric_for_best_model": None,
         # Without an accelerator, torch warns of it.
         "dataloader_pin_memory": torch.accelerator.is_available(),
     }
+    if options.get("load_best_model_at_end"):
+        defaults["metric_for_best_model"] = RIGHT
     chosen = {**defaults, **options}
     # YAML reads the word no as False.
     chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
@@ -131,8 +133,9 @@ class RoutedTrainer(Trainer):
         self._ask = ask
         module: Any = self.model
         self._health = RouterHealth(module, measured=not arguments.torch_compile)
-        self._losses = _AuxiliaryLosses() if any(method.has_loss for method in methods_of(module)) else None
-        if self._losses is not None:
+        self._losses = None
+        if any(method.has_loss for method in methods_of(module)):
+            self._losses = _AuxiliaryLosses()
             # A hook, because the trainer calls a wrapper of the model.
             module.register_forward_hook(self._losses)
 
@@ -166,9 +169,13 @@ class RoutedTrainer(Trainer):
                 auxiliary = auxiliary / self.current_gradient_accumulation_steps
             loss = loss + auxiliary.to(loss.dtype)
         # Before the step changes the weights, in all processes at once.
-        if model.training and int(sum_over_processes((~loss.detach().isfinite()).sum())):
-            self._end(f"the loss stopped being finite at step {step}")
-        return (loss, outputs) if return_outputs else loss
+        if model.training:
+            bad = sum_over_processes((~loss.detach().isfinite()).sum())
+            if int(bad):
+                self._end(f"the loss stopped being finite at step {step}")
+        if return_outputs:
+            return loss, outputs
+        return loss
 
     def _end(self, reason: str) -> NoReturn:
         good = next(iter(finished_checkpoints(Path(str(self.args.output_dir)))), None)
@@ -292,7 +299,8 @@ def length_sampler(dataset: object, args: TrainingArguments) -> LengthSampler | 
     if not grouped:
         lengths = np.zeros_like(lengths)
     share = args.train_batch_size
-    return LengthSampler(lengths, share * args.world_size, args.seed, dataset.images if together else None, share)
+    images = dataset.images if together else None
+    return LengthSampler(lengths, share * args.world_size, args.seed, images, share)
 
 
 def check_names(checkpoint: Path, model: Any) -> None:
@@ -317,7 +325,9 @@ def _collate(collator: ChatCollator, chats: Sequence[ChatSample]) -> dict[str, A
     """Return a batch, with the faults of conversations that others replace if there are any."""
     batch = collator(chats)
     faults = list(chain.from_iterable(chat.faults for chat in chats))
-    return {**batch, _FAULTS: faults} if faults else batch
+    if faults:
+        batch = {**batch, _FAULTS: faults}
+    return batch
 
 
 class _AuxiliaryLosses:

@@ -56,7 +56,10 @@ class EvalResult(RoutedResult):
 
     def columns(self) -> dict[str, float]:
         """Return the figures by name, with the mean agreement."""
-        return super().columns() | ({} if self.mean_agreement is None else {"agreement": self.mean_agreement})
+        columns = super().columns()
+        if self.mean_agreement is not None:
+            columns["agreement"] = self.mean_agreement
+        return columns
 
     def __str__(self) -> str:
         lines = [f"{self.loss:.4f} nats ({self.loss / math.log(2):.4f} bits) a byte{self.told_kept}"]
@@ -122,16 +125,20 @@ def score(rows: Columns, model: nn.Module) -> EvalResult:
         check_value("the mean loss of an evaluation", loss, float)
     shares = {}
     for name, same_BN in rows.items():
-        if name.startswith(_AGREEMENT):
-            # In eight parts: agreement falls along the window.
-            parts = same_BN.double().mean(0).tensor_split(_PARTS)
-            shares[name.removeprefix(_AGREEMENT)] = [float(part.mean()) for part in parts if len(part)]
-    is_causal = all(method.causal for method in methods_of(model))
+        if not name.startswith(_AGREEMENT):
+            continue
+        # In eight parts: agreement falls along the window.
+        parts = same_BN.double().mean(0).tensor_split(_PARTS)
+        shares[name.removeprefix(_AGREEMENT)] = [float(part.mean()) for part in parts if len(part)]
+    causal_loss = None
+    if all(method.causal for method in methods_of(model)):
+        # A model that decides in one way has only the loss of this way.
+        causal_loss = losses.get("causal_loss", losses["loss"])
     return EvalResult(
         loss=losses["loss"],
         samples=len(rows["loss"]),
         kept=kept_means(rows),
-        causal_loss=losses.get("causal_loss", losses["loss"]) if is_causal else None,
+        causal_loss=causal_loss,
         causal_kept=kept_means(rows, _CAUSAL),
         agreement={name: sum(parts) / len(parts) for name, parts in shares.items()},
         agreement_by_position=[sum(parts) / len(parts) for parts in zip(*shares.values())],

@@ -76,7 +76,9 @@ class TextKind:
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return windows, one batch of evaluation; see `Kind.inputs`. Costs are those with decisions of training."""
         data = self.config.data
-        split, count = (data.train_split, batches * size) if training else (data.val_split, size)
+        split, count = data.val_split, size
+        if training:
+            split, count = data.train_split, batches * size
         limited = dataclasses.replace(data, val_split=split, val_limit=count, batch_size=size)
         windows = [{"input_ids": tokens.to(device_of(self))} for tokens, _ in text_stream(limited).batches(0)]
         samples = sum(len(batch["input_ids"]) for batch in windows)
