@@ -62,7 +62,9 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
     from mmod.training.engine.start import sketch
 
     folder = shlex.quote(result.folder)
-    saved = "final model" if result.average is None else "final model, the moving average of the weights,"
+    saved = "final model"
+    if result.average is not None:
+        saved += ", the moving average of the weights,"
     commands = {}
     if result.evaluation is not None:
         commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"
@@ -113,13 +115,18 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
         one_of("kind", kind, tuple(configs))
         model = configs[kind].model_in(folder)
         return configs[kind].parse(options, {"output": folder, "model": model})
-    run = find_run(arguments[0]) if arguments else None
+    run = None
+    if arguments:
+        run = find_run(arguments[0])
     if run is None:
         return _parse_config(arguments, configs)
     file = str(run / RUN_CONFIG)
     named = named_kind([file, *arguments[1:]])
     # The run's own config first, whatever the words change of it besides its kind.
-    config = _parse_config([file] if named is None else [file, "--kind", named], configs)
+    words = [file]
+    if named is not None:
+        words += ["--kind", named]
+    config = _parse_config(words, configs)
     finished = finished_run(config, run, arguments[0])
     # The words once more, now on top of what the run's final model is.
     return type(finished).parse(arguments[1:], finished.to_dict())

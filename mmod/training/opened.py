@@ -28,7 +28,9 @@ def of_run(opened: Opened, run: Path) -> Opened:
             return Preprocessing(images, "of the run")
         known = opened.preprocessing
         # Of a model that reads text it is a processor.
-        return dataclasses.replace(known, source="of the run") if isinstance(known, Preprocessing) else known
+        if not isinstance(known, Preprocessing):
+            return known
+        return dataclasses.replace(known, source="of the run")
 
     return opened._replace(prepare=prepare, classes=classes, is_run=classes is not None)
 

@@ -172,19 +172,29 @@ def score(rows: Columns, classes: Classes | None = None) -> EvalResult:
         classes.check_ranks(int(rows["outputs"][0]))
     # Weighed by labels: an image with few labelled patches counts for less.
     labels_N = rows["labels"].double()
-    means = {name: float((rows[name] * labels_N).sum() / labels_N.sum()) for name in ("loss", "outcome", "five")}
+    total = labels_N.sum()
+    means = {name: float((rows[name] * labels_N).sum() / total) for name in ("loss", "outcome", "five")}
     # One check for all images: any logit that is not finite makes the loss so.
     check_value("the mean loss of an evaluation", means["loss"], float)
-    objects, mean_iou = _patch_figures(rows) if "guess" in rows else (None, None)
+    objects = mean_iou = None
+    if "guess" in rows:
+        objects, mean_iou = _patch_figures(rows)
+    top5 = None
+    # Five guesses of five classes or fewer are always right.
+    if int(rows["outputs"][0]) > _GUESSES:
+        top5 = 100 * means["five"]
+    described = None
+    if classes is not None and not classes.is_plain:
+        described = str(classes)
     return EvalResult(
         top1=100 * means["outcome"],
-        top5=100 * means["five"] if int(rows["outputs"][0]) > _GUESSES else None,
+        top5=top5,
         loss=means["loss"],
         samples=len(labels_N),
         kept=kept_means(rows),
         objects=objects,
         mean_iou=mean_iou,
-        classes=None if classes is None or classes.is_plain else str(classes),
+        classes=described,
     )
 
 
@@ -196,8 +206,10 @@ def image_outcomes(rows: Columns) -> dict[str, np.ndarray]:
     pairs = zip(rows["target"], rows["guess"])
     counts_NCC = torch.stack([_confusion(target_P, guess_P, classes) for target_P, guess_P in pairs])
     # In 16 bits where these hold them, because a study keeps a matrix for each of its images.
-    is_short = int(counts_NCC.max()) <= torch.iinfo(torch.int16).max
-    return {CONFUSION: counts_NCC.to(torch.int16 if is_short else torch.int32).numpy()}
+    dtype = torch.int32
+    if int(counts_NCC.max()) <= torch.iinfo(torch.int16).max:
+        dtype = torch.int16
+    return {CONFUSION: counts_NCC.to(dtype).numpy()}
 
 
 def iou_of(count_SCC: np.ndarray) -> np.ndarray:

@@ -83,7 +83,9 @@ def _features_of(
     with autocast(device, precision), decisions_of(model) as decisions:
         features = read(images.to(device)).float()
     shares = [routing.keep_BN.float().mean(1) for routing in decisions.values()]
-    kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
+    kept = torch.empty(len(labels), 0)
+    if shares:
+        kept = torch.stack(shares, 1)
     if features.ndim == 3:
         # Half precision: patches of a set take hundreds of times the room of its images' heads.
         features = resized_to_labels(model, features, images, labels.shape[1]).flatten(0, 1).half()
@@ -140,7 +142,9 @@ def _pooled(tokens_BND: Tensor, patches_BPD: Tensor, kind: FeatureKind) -> Tenso
     """Return the class token (B, D), the mean patch (B, D) or all patches (B, P, D) of an image."""
     if kind == "class":
         return tokens_BND[:, 0]
-    return patches_BPD.mean(1) if kind == "mean" else patches_BPD
+    if kind == "mean":
+        return patches_BPD.mean(1)
+    return patches_BPD
 
 
 def _feature_of_transformers(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor]:
@@ -149,13 +153,18 @@ def _feature_of_transformers(model: nn.Module, kind: FeatureKind) -> Callable[[T
     tower: nn.Module = load_adapter("transformers").find_tower(model, stack.block_list)[1]
     _check_class_token(model, kind, stack.class_token)
     head = image_facts(model).head
-    # Blocks get tokens at the end of a sequence in front; the tower returns them at the end.
-    suffix = 0 if stack.proof is None else stack.proof.suffix
+    suffix = 0
+    if stack.proof is not None:
+        # Blocks get tokens at the end of a sequence in front; the tower returns them at the end.
+        suffix = stack.proof.suffix
     prefix = stack.prefix - suffix
 
     def read(images: Tensor) -> Tensor:
         if kind == "head":
-            features = _input_of(model, head[0], images) if head else image_output(model, images)
+            if head:
+                features = _input_of(model, head[0], images)
+            else:
+                features = image_output(model, images)
             if features.ndim != 2:
                 raise ValueError(f"this {type(model).__name__} has no head and pools no tokens; use feature 'mean'")
             return features
@@ -168,8 +177,12 @@ def _feature_of_transformers(model: nn.Module, kind: FeatureKind) -> Callable[[T
 def _input_of(model: nn.Module, head: str, images: Tensor) -> Tensor:
     """Return what the classifier of a model gets for images."""
     inputs: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs.append(args[0])
+
     # The head's input is what the model itself pools, whatever its way.
-    hook = model.get_submodule(head.rstrip(".")).register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    hook = model.get_submodule(head.rstrip(".")).register_forward_pre_hook(keep)
     try:
         model(images)
     finally:

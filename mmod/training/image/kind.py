@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,9 @@ class ImageKind:
         """Create the dense model; with published weights it is checked that it can read the images."""
         config = self.config.model
         # The model may be that of a teacher, which has one by its name.
-        is_teacher = config.name == self.config.distill.teacher
-        named = "distill.teacher to such a file" if is_teacher else ""
+        named = ""
+        if config.name == self.config.distill.teacher:
+            named = "distill.teacher to such a file"
         model = open_start(config, weights, named)
         if weights:
             check_input(model, self.config.data, config.pretrained)
@@ -99,9 +100,11 @@ class ImageKind:
     @staticmethod
     def _warn_of_few(stream: BatchStream, trained: Classes, process: Process) -> None:
         """Warn of evaluation images that have few of the classes of training."""
-        present = None if stream.classes is None else stream.classes.present
+        if stream.classes is None or not process.is_first:
+            return
+        present = stream.classes.present
         known = trained.present or len(trained.numbers)
-        if process.is_first and present is not None and present < known:
+        if present is not None and present < known:
             warnings.warn(
                 f"the evaluation images have {present} of the {known} classes of the training images: their score says "
                 "nothing of the others",
@@ -115,8 +118,10 @@ class ImageKind:
         if config.mixup is not None:
             classes = image_facts(model).classes or 0
             mixup = Mixup(**vars(config.mixup), label_smoothing=config.loss.smoothing, num_classes=classes)
-        task = ClassificationTask if config.elastic is None else partial(ElasticTask, elastic=config.elastic)
-        return task(
+        create: Callable[..., ClassificationTask] = ClassificationTask
+        if config.elastic is not None:
+            create = partial(ElasticTask, elastic=config.elastic)
+        return create(
             model,
             create_criterion(config.loss, mixed=config.mixup is not None),
             feature_weight=config.distill.features,
@@ -206,7 +211,9 @@ def _adapted(
         state |= {name: value for name, value in current.items() if name.startswith(head)}
     differing = current.keys() ^ state.keys()
     if differing and all(name.startswith(head) for name in differing):
-        has, needs = ("a", "none") if differing & state.keys() else ("no", "one")
+        has, needs = "no", "one"
+        if differing & state.keys():
+            has, needs = "a", "none"
         if is_teacher:
             raise ValueError(
                 f"teacher {checkpoint!r} has {has} classifier and the model {needs}: distill from a model that answers "
@@ -245,12 +252,15 @@ def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:
     checkpoint = config.model.checkpoint
     named = config.data.classes
     # The run that wrote the weights knows best; a list of the user's comes before what a library publishes.
-    numbers = run_classes(checkpoint) if config.has_classes else None
-    if numbers is not None:
-        return ModelClasses(numbers, f"the run of {checkpoint!r}")
+    if config.has_classes:
+        numbers = run_classes(checkpoint)
+        if numbers is not None:
+            return ModelClasses(numbers, f"the run of {checkpoint!r}")
     if named is not None:
         return ModelClasses(read_classes(named), named)
-    published = published_classes(model) if config.has_classes else None
+    if not config.has_classes:
+        return None
+    published = published_classes(model)
     if published is None:
         return None
     return ModelClasses(published, "timm", required=False)
@@ -269,21 +279,25 @@ def _save_hf(model: Any, folder: Path, prepared: Mapping[str, Any], numbers: Map
         model.config.id2label = {number: name for name, number in numbers.items()}
         model.config.label2id = dict(numbers)
     # As the file will be read: JSON has no tuples.
-    prepared = {name: list(value) if isinstance(value, tuple) else value for name, value in prepared.items()}
+    plain = {}
+    for name, value in prepared.items():
+        plain[name] = list(value) if isinstance(value, tuple) else value
     if hasattr(model, "timm_model"):
         # The processor of these models reads it in config.json.
-        model.config.pretrained_cfg = {**(getattr(model.config, "pretrained_cfg", None) or {}), **prepared}
+        published = getattr(model.config, "pretrained_cfg", None) or {}
+        model.config.pretrained_cfg = {**published, **plain}
         model.save_pretrained(folder)
         return
     model.save_pretrained(folder)
-    _, height, width = prepared["input_size"]
+    _, height, width = plain["input_size"]
+    # The size before the crop, from which the processor cuts the middle.
+    shortest_edge = math.floor(min(height, width) / plain["crop_pct"])
     processor = ViTImageProcessor(
-        # The size before the crop, from which the processor cuts the middle.
-        size={"shortest_edge": math.floor(min(height, width) / prepared["crop_pct"])},
+        size={"shortest_edge": shortest_edge},
         do_center_crop=True,
         crop_size={"height": height, "width": width},
-        resample=INTERPOLATIONS.index(prepared["interpolation"]),
-        image_mean=prepared["mean"],
-        image_std=prepared["std"],
+        resample=INTERPOLATIONS.index(plain["interpolation"]),
+        image_mean=plain["mean"],
+        image_std=plain["std"],
     )
     processor.save_pretrained(folder)

@@ -71,11 +71,13 @@ def check_outputs(classes: Classes, outputs: int | None, *, from_checkpoint: boo
     # More outputs than classes are meant where the user listed the classes, and a slip elsewhere.
     if count == outputs or (count < outputs and classes.given):
         return
-    head = " and model.head to fresh" if from_checkpoint else ""
-    names = "; or list the classes of all outputs in a file, data.classes" if count < outputs else ""
+    advice = f"set model.args.num_classes to {count}"
+    if from_checkpoint:
+        advice += " and model.head to fresh"
+    if count < outputs:
+        advice += "; or list the classes of all outputs in a file, data.classes"
     raise ValueError(
-        f"the training data has {count} classes, {classes.taken}, and the model {outputs} outputs: set "
-        f"model.args.num_classes to {count}{head}{names}"
+        f"the training data has {count} classes, {classes.taken}, and the model {outputs} outputs: {advice}"
     )
 
 

@@ -26,7 +26,8 @@ def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
     """Create timm's criterion, which maps logits (B, C) and targets to a scalar."""
     # Mixed targets are soft already, and smoothed by mixup.
     if loss.kind == "bce":
-        return BinaryCrossEntropy(smoothing=0.0 if mixed else loss.smoothing)
+        smoothing = 0.0 if mixed else loss.smoothing
+        return BinaryCrossEntropy(smoothing=smoothing)
     if mixed:
         return SoftTargetCrossEntropy()
     if loss.smoothing:
@@ -172,18 +173,24 @@ def labelled(logits: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 def check_targets(targets: Tensor, classes: int | None) -> None:
     """Raise a ValueError if a label is not a class of the model, nor `IGNORED`; None classes are unknown."""
-    known = targets[targets != IGNORED] if targets.ndim == 2 else targets
-    if classes is None or not len(known):
+    of_patches = targets.ndim == 2
+    if of_patches:
+        targets = targets[targets != IGNORED]
+    if classes is None or not len(targets):
         return
-    check_range(int(known.min()), int(known.max()), classes, of_patches=targets.ndim == 2)
+    check_range(int(targets.min()), int(targets.max()), classes, of_patches=of_patches)
 
 
 def check_range(first: int, last: int, classes: int, of_patches: bool) -> None:
     """Raise a ValueError unless labels from `first` to `last` are classes of a model."""
     if first >= 0 and last < classes:
         return
-    advice = "number classes from 0" if first < 0 else f"train it with model.args.num_classes={last + 1} or more"
-    ignored = f"; patches without a class are {IGNORED}" if of_patches else ""
+    if first < 0:
+        advice = "number classes from 0"
+    else:
+        advice = f"train it with model.args.num_classes={last + 1} or more"
+    if of_patches:
+        advice += f"; patches without a class are {IGNORED}"
     raise ValueError(
-        f"labels run from {first} to {last} and the model has {classes} classes (0 to {classes - 1}): {advice}{ignored}"
+        f"labels run from {first} to {last} and the model has {classes} classes (0 to {classes - 1}): {advice}"
     )

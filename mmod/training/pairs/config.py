@@ -84,8 +84,11 @@ class TrainConfig(LoopConfig):
         super().__post_init__()
         embedded = PairsConfig()
         # A model of the user's pairs would be scored on ours, without a word.
-        sources = [self.data.train] if isinstance(self.data.train, str) else self.data.train
-        if self.data.val == embedded.val and not any(source.startswith("scenes:") for source in sources):
+        sources = self.data.train
+        if isinstance(sources, str):
+            sources = [sources]
+        trains_on_ours = any(source.startswith("scenes:") for source in sources)
+        if self.data.val == embedded.val and not trains_on_ours:
             raise ValueError(
                 f"data.val is {embedded.val!r}, by which a model of {self.data.train!r} would be evaluated: set it to "
                 "pairs of yours"

@@ -67,7 +67,9 @@ class EvalResult(RoutedResult):
         return super().columns() | {"recall1": self.recall1, "recall5": self.recall5}
 
     def __str__(self) -> str:
-        zero = "" if self.zero_shot_top1 is None else f", zero-shot top-1 {self.zero_shot_top1:.2f} %"
+        zero = ""
+        if self.zero_shot_top1 is not None:
+            zero = f", zero-shot top-1 {self.zero_shot_top1:.2f} %"
         return (
             f"image to text R@1 {self.image_to_text_r1:.2f} %, R@5 {self.image_to_text_r5:.2f} %, "
             f"text to image R@1 {self.text_to_image_r1:.2f} %, R@5 {self.text_to_image_r5:.2f} %{zero}"

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from open_clip.transform import PreprocessCfg
@@ -88,7 +88,9 @@ class TwoTowers(Wrapper):
 
 def _features(output: Any, normalize: bool) -> Tensor:
     features: Tensor = output.pooler_output
-    return F.normalize(features, dim=-1) if normalize else features
+    if normalize:
+        features = F.normalize(features, dim=-1)
+    return features
 
 
 def wrap(opened: Opened, name: str) -> TwoTowers:
@@ -109,18 +111,20 @@ def wrap(opened: Opened, name: str) -> TwoTowers:
 
 def _preprocessing(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return arguments of timm's `create_transform` as fields of open_clip's `PreprocessCfg`."""
-    squashes = fields.get("crop_mode") == "squash"
     if fields["crop_pct"] != 1 or fields["input_size"][0] != len(_CHANNELS):
         raise ValueError(
             f"the processor in {name!r} must make {_CHANNELS} images and cut off no more of them than makes them "
             f"square, got {fields}"
         )
+    resize_mode: Literal["squash", "shortest"] = "shortest"
+    if fields.get("crop_mode") == "squash":
+        resize_mode = "squash"
     preprocessing = PreprocessCfg(
         size=fields["input_size"][1:],
         mean=fields["mean"],
         std=fields["std"],
         interpolation=fields["interpolation"],
-        resize_mode="squash" if squashes else "shortest",
+        resize_mode=resize_mode,
     )
     return dataclasses.asdict(preprocessing)
 

@@ -81,10 +81,13 @@ class PairsKind:
                 state = read_weights(checkpoint)
             return start.load_dense(model, state, checkpoint, methods)
         # Arrays of big_vision have names that open_clip alone knows; their file is not read twice.
-        known = None if is_of_numpy(file) else read_weights(checkpoint)
-        if known is not None and any(map(is_added, known)):
-            return start.load_dense(model, known, checkpoint, methods)
-        load_clip(model, checkpoint, known)
+        if is_of_numpy(file):
+            load_clip(model, checkpoint, None)
+            return {}
+        state = read_weights(checkpoint)
+        if any(map(is_added, state)):
+            return start.load_dense(model, state, checkpoint, methods)
+        load_clip(model, checkpoint, state)
         return {}
 
     def data(
@@ -98,7 +101,9 @@ class PairsKind:
 
     def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
         """Create the task with the config's loss and distillation."""
-        distiller = None if teacher is None else create_loss("distill", process)
+        distiller = None
+        if teacher is not None:
+            distiller = create_loss("distill", process)
         criterion = create_loss(self.config.loss, process)
         return PairsTask(model, criterion, distiller=distiller, **start.task_options(self, teacher))
 
@@ -171,7 +176,9 @@ def create_dense(config: ModelConfig, weights: bool = True) -> Any:
         return wrap(open_model(config.name, pretrained=weights), config.name)
     if config.config is not None:
         register_config(config.config, config.name)
-    spec = f"{OPEN_CLIP}{config.name}" if config.pretrained is None else f"{OPEN_CLIP}{config.name}:{config.pretrained}"
+    spec = f"{OPEN_CLIP}{config.name}"
+    if config.pretrained is not None:
+        spec += f":{config.pretrained}"
     published = weights and (config.pretrained is not None or config.name.startswith(SCHEMES))
     # Where no published weights are taken, open_clip reports random ones unless others follow.
     follow = not weights or config.checkpoint is not None or config.image_checkpoint is not None
@@ -183,8 +190,11 @@ def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> 
     """Create open_clip's transform, of evaluation for None instead of fields of `AugmentationCfg`, and tokeniser."""
     preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
     refuse_unknown("field of augment", augment or {}, [field.name for field in dataclasses.fields(AugmentationCfg)])
-    chosen = {} if augment is None else {"aug_cfg": AugmentationCfg(**augment)}
-    transform: Transform = image_transform_v2(preprocess, is_train=augment is not None, **chosen)
+    transform: Transform
+    if augment is None:
+        transform = image_transform_v2(preprocess, is_train=False)
+    else:
+        transform = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**augment))
     return transform, _tokenizer(name)
 
 
@@ -205,8 +215,10 @@ def create_loss(kind: str, process: Process) -> nn.Module:
     ranks: dict[str, int] = {"rank": process.rank, "world_size": process.world}
     if kind == "siglip":
         return SigLipLoss(**ranks)
-    # Each process computes the loss of its own pairs, with the features of all.
-    gathering = {"local_loss": True, "gather_with_grad": True} if process.world > 1 else {}
+    gathering = {}
+    if process.world > 1:
+        # Each process computes the loss of its own pairs, with the features of all.
+        gathering = {"local_loss": True, "gather_with_grad": True}
     kinds: dict[str, Callable[..., nn.Module]] = {
         "clip": open_clip.ClipLoss,
         "coca": partial(open_clip.CoCaLoss, caption_loss_weight=2.0, clip_loss_weight=1.0),

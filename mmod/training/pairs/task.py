@@ -68,15 +68,17 @@ class PairsTask(Task):
             texts: Tokens (B, L).
             cached: Features of all batches of the step, without gradients; empty for a single batch.
         """
+        known = cached[index] if cached else {}
         with autocast(images.device, self.precision):
-            features = self._encode(images, texts, cached[index] if cached else {})
+            features = self._encode(images, texts, known)
             parts = self.auxiliary_term()
         scalars: TensorDict = {name: features.pop(name) for name in _SCALARS if name in features}
         # Every pass computes the loss of the step, so each contributes a share of the gradients of scale and bias.
         part = 1 / max(1, len(cached))
         scalars = {name: value.detach() + part * (value - value.detach()) for name, value in scalars.items()}
         # At least this batch, because nothing is cached for a single one.
-        share = len(images) / max(len(images), sum(len(batch["image_features"]) for batch in cached))
+        step_images = sum(len(batch["image_features"]) for batch in cached)
+        share = len(images) / max(len(images), step_images)
         joined = _join(features, cached, index)
         parts |= self._losses(joined, scalars)
         weights = {"distillation": self.distill_weight, "auxiliary": share}
@@ -118,6 +120,10 @@ def _join(features: TensorDict, cached: list[TensorDict], index: int) -> TensorD
     joined = {}
     for name, value in features.items():
         if value.ndim and cached:
-            value = torch.cat([value if number == index else batch[name] for number, batch in enumerate(cached)])
-        joined[name] = value.float() if value.is_floating_point() else value
+            rows = [batch[name] for batch in cached]
+            rows[index] = value
+            value = torch.cat(rows)
+        if value.is_floating_point():
+            value = value.float()
+        joined[name] = value
     return joined
