@@ -304,10 +304,15 @@ class LockedError(RuntimeError):
     """Another process holds the lock of a folder."""
 
 
+def lock_of(folder: str | Path) -> Path:
+    """Return the file that `locked` locks for a folder, or for a file."""
+    path = Path(folder).absolute()
+    return path.parent / f".{path.name}.lock"
+
+
 def check_free_of_others(folder: str | Path) -> None:
     """Raise a LockedError if another process holds the lock of a folder; nothing is written."""
-    path = Path(folder).absolute()
-    if (path.parent / f".{path.name}.lock").exists():
+    if lock_of(folder).exists():
         with locked(folder, wait=False):
             pass
 
@@ -323,7 +328,7 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = Path(folder).absolute()
-    file = path.parent / f".{path.name}.lock"
+    file = lock_of(path)
     lock = FileLock(file, blocking=wait)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mmod.io.environment import environment
-from mmod.io.files import check_regular, locked, parse_json, writing
+from mmod.io.files import check_regular, lock_of, locked, parse_json, writing
 from mmod.io.progress import say
 from mmod.plain import from_plain
 from mmod.values import brief
@@ -113,9 +113,10 @@ class Store:
         return self._find(_key(_record_of(identity, None))) is not None
 
     def remove(self) -> None:
-        """Remove the file, once its results are kept elsewhere."""
+        """Remove the file and its lock, once its results are kept elsewhere."""
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            for file in (self.path, lock_of(self.path)):
+                file.unlink(missing_ok=True)
 
     def _forget(self) -> None:
         # By the hash of a result's identity, start and length of the last line that holds one.

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 from torch import nn
 
-from mmod.analysis.table import DENSE, Table, compare
+from mmod.analysis.table import DENSE, Measured, Table, compare
 from mmod.analysis.timing import Reading, ratios
-from mmod.io.jobs import Runner
+from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store
 from mmod.methods.base import methods_inside, undo_
 from mmod.model import copy_of
 from mmod.planning.candidate import Candidate
-from mmod.studies.measure import Measurer, measure_run, times_of
-from mmod.studies.runs import Comparison
+from mmod.studies.measure import Measurer, identity_of, measured_of, times_of
+from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.kind import Kind, cost, readings
+from mmod.training.engine.evaluate import BatchStore
+from mmod.training.engine.kind import Kind, cost, device_of, evaluate, readings
+from mmod.training.kinds import kind_of
 
 _SAMPLES = (1, 8, 32)
 _ROUNDS = 7
@@ -30,22 +36,49 @@ _DENSE = ", dense"
 def assess(config: RunConfig, *, progress: bool = True) -> Table:
     """Evaluate the model that a run would start from, routed or not, and measure its costs: a comparison of one.
 
-    Nothing is written. The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text",
-    "window" or "prompt"; of a changed model, "image, dense" and the like are those of the model without its methods.
+    While it runs, the folder `evaluate` of the config's output keeps what is computed of each batch, and an interrupted
+    evaluation goes on from there. In the end nothing is left of it.
+
+    The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text", "window" or "prompt"; of
+    a changed model, "image, dense" and the like are those of the model without its methods.
     """
     if not config.model.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
     runs = Comparison(candidates=[Candidate(DENSE)], dense=config).checked_runs()
     runner = Runner(progress=False)
-    measurer = Measurer(partial(measure_run, progress=progress), Store(), keeps_all=True)
     table = Table()
-    for run in compare(table, [runs], measurer, runner):
-        model = measurer.final(run)
-        dense = _dense_of(model)
-        table.costs[run.name] = _costs(run.start, model, dense, table.runs[run.name][run.seed].kept)
-        passes = partial(_full_batches, dense)
-        table.times, table.waiting = times_of({run.name: run}, measurer, passes, _SAMPLES, _ROUNDS, shown=False)
+    with _batches_of(config) as batches:
+        measurer = Measurer(partial(_evaluated, batches, progress), Store(), keeps_all=True)
+        for run in compare(table, [runs], measurer, runner):
+            model = measurer.final(run)
+            dense = _dense_of(model)
+            table.costs[run.name] = _costs(run.start, model, dense, table.runs[run.name][run.seed].kept)
+            passes = partial(_full_batches, dense)
+            table.times, table.waiting = times_of({run.name: run}, measurer, passes, _SAMPLES, _ROUNDS, shown=False)
     return table
+
+
+@contextmanager
+def _batches_of(config: RunConfig) -> Iterator[BatchStore]:
+    """Context with the store of an evaluation's batches, which goes once the evaluation ends without an error."""
+    device = str(device_of(kind_of(config)))
+    identity = {"work": "evaluated batches", **identity_of(config), "device": device}
+    # Evaluations of one run on several sets may go on at once: each has a file of its own.
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = Path(config.output) / "evaluate"
+    made = [place for place in folder.parents if not place.exists()]
+    store = Store(folder / f"{name[:8]}.jsonl")
+    yield BatchStore(store, identity)
+    store.remove()
+    for place in (folder, *made):
+        # It may hold that of another evaluation.
+        with suppress(OSError):
+            place.rmdir()
+
+
+def _evaluated(batches: BatchStore, progress: bool, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+    """Evaluate the model that a run starts from."""
+    return measured_of(evaluate(run.start, measurer.load(run.start), progress, batches).result)
 
 
 def _dense_of(model: nn.Module) -> nn.Module | None:

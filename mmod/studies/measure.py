@@ -188,17 +188,15 @@ def measure_run(
     *,
     before: str | None = None,
     by_sample: bool = False,
-    progress: bool = False,
 ) -> Measured:
     """Do one run: train its model, or evaluate it as it starts.
 
     Args:
         before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
         by_sample: Keep the outcomes of samples of trained models too, for which runs that are read are evaluated.
-        progress: Show a bar over the samples of an evaluation without training.
     """
     if not run.is_trained:
-        return evaluate_start(measurer.store, run.start, measurer.load, progress)
+        return evaluate_start(measurer.store, run.start, measurer.load)
     figures: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
     if before is not None and not run.candidate.from_scratch:
@@ -231,13 +229,7 @@ def fit(run_config: RunConfig, callback: Callback, store: Store) -> FitResult[An
     return fitted
 
 
-def evaluate_start(
-    store: Store,
-    kind: Kind,
-    load: Load = load,
-    progress: bool = False,
-    evaluated: Evaluated | None = None,
-) -> Measured:
+def evaluate_start(store: Store, kind: Kind, load: Load = load, evaluated: Evaluated | None = None) -> Measured:
     """Evaluate the model that a run starts from, once; `load` loads it if it was not evaluated before.
 
     Args:
@@ -246,7 +238,7 @@ def evaluate_start(
     identity = {"work": "rows of samples", **identity_of(kind.config)}
 
     def measure() -> Measured:
-        result, outcomes = evaluated or evaluate(kind, load(kind), progress)
+        result, outcomes = evaluated or evaluate(kind, load(kind))
         samples = max(map(len, outcomes.values()), default=0)
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 

@@ -27,6 +27,7 @@ from mmod.opening.weights import read_weights
 from mmod.training.engine.config import LoopConfig, StartConfig
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import (
+    BatchStore,
     Columns,
     Evaluated,
     RoutedResult,
@@ -113,9 +114,11 @@ class MiddleKind:
             distance_B = (image_output(model, batch[0]) - middle(batch[0])).square().mean(1).double()
         return {"loss": distance_B, "outcome": (distance_B < 0.01).double(), **kept_rows(decisions)}
 
-    def score(self, model: nn.Module, data: BatchStream, process: Process, progress: bool) -> Evaluated:
+    def score(
+        self, model: nn.Module, data: BatchStream, process: Process, progress: bool, store: BatchStore | None = None
+    ) -> Evaluated:
         """Return the mean distance, and that of every image."""
-        rows = read_rows(self.evaluate, model, data, process.device, progress=progress)
+        rows = read_rows(self.evaluate, model, data, process.device, progress=progress, store=store)
         result = EvalResult(float(rows["loss"].mean()), len(rows["loss"]), kept_means(rows))
         return Evaluated(result, {"distance": rows["loss"].numpy()})
 

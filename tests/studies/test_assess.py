@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from mmod import Prompt, flops, open_model, route_, save_pretrained
 from mmod.analysis.table import DENSE
 from mmod.data.loader import image_stream
+from mmod.io.store import Store
 from mmod.studies import commands
 from mmod.studies.assess import assess, described
 from mmod.training import evaluate, fit
 from mmod.training.command import parse_run
+from mmod.training.engine.evaluate import BatchStore
 from mmod.training.engine.kind import COUNTED, seed_draws
 from mmod.training.engine.start import create_models
+from mmod.training.image import evaluate as image_evaluate
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
 from mmod.training.kinds import all_configs, kind_of
 from tests.kit.chat_configs import P_MOD, vlm_config
+from tests.kit.disk import small_disk
 from tests.kit.image_study import MODEL, config
+from tests.kit.processes import run_processes
 
 DATA = ("source", "root", "image_size", "channels", "batch_size")
 
@@ -45,6 +54,97 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     assert routed.costs[DENSE] == {**costs, "parameters": parameters}
     assert costs["image"] < costs["image, dense"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+
+
+def _evaluate_until_killed(folder: Path, words: list[str], batches: int) -> None:
+    """Evaluate a run in this process, and kill it once so many batches are stored."""
+    put = Store.put
+    stored = 0
+
+    def dying(self: Store, *args: Any, **options: Any) -> None:
+        nonlocal stored
+        put(self, *args, **options)
+        stored += 1
+        if stored == batches:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Store.put = dying  # type: ignore[method-assign]
+    commands.evaluate([str(folder), *words])
+
+
+def _count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of images of each batch that is evaluated from now on."""
+    passes: list[int] = []
+    evaluate_batch = image_evaluate.evaluate_batch
+
+    def counted(model: nn.Module, batch: Any, precision: str) -> Any:
+        passes.append(len(batch[0]))
+        return evaluate_batch(model, batch, precision)
+
+    monkeypatch.setattr(image_evaluate, "evaluate_batch", counted)
+    return passes
+
+
+def test_an_evaluation_that_was_killed_goes_on_behind_its_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = ["--data.batch_size=16"]
+    result = fit(config(tmp_path), progress=False).evaluation
+    assert run_processes(_evaluate_until_killed, run, words, 3) == [-signal.SIGKILL]
+    assert run_processes(_evaluate_until_killed, run, ["--data.batch_size=32"], 1) == [-signal.SIGKILL]
+    assert len(list((run / "evaluate").glob("*.jsonl"))) == 2
+    passes = _count_passes(monkeypatch)
+    # Another seed evaluates the same, and is another config.
+    commands.evaluate([str(run), *words, "--seed", "1"])
+    assert passes == [16, 16, 16, 16]
+    passes.clear()
+    commands.evaluate([str(run), *words])
+    assert passes == [16]
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("top-1"))
+    assert first == second == str(result)
+    # That of the other interrupted evaluation stays, and nothing else.
+    assert len(list((run / "evaluate").glob("[!.]*"))) == 1
+
+
+def test_an_interrupted_evaluation_reads_no_batch_of_other_data_or_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_config = config(tmp_path)
+    model = create_models(ImageKind(run_config))[0].eval()
+    stream = image_stream(run_config.data)
+    store = BatchStore(Store(tmp_path / "store.jsonl"), {"model": 0})
+    passes = _count_passes(monkeypatch)
+    expected = image_evaluate.evaluate_set(model, stream, torch.device("cpu"), store=store).result
+    assert passes == [64]
+    for other in (BatchStore(store.store, {"model": 1}), store.of("another pass")):
+        image_evaluate.evaluate_set(model, stream, torch.device("cpu"), store=other)
+    assert passes == [64, 64, 64]
+
+    ((images, labels),) = stream.batches(0)
+    for batch in ((images + 1, labels), (images, labels.flip(0))):
+        monkeypatch.setattr(stream, "batches", lambda epoch, batch=batch: iter([batch]))
+        assert image_evaluate.evaluate_set(model, stream, torch.device("cpu"), store=store).result != expected
+    assert passes == [64] * 5
+    monkeypatch.setattr(stream, "batches", lambda epoch: iter([(images, labels)]))
+    assert image_evaluate.evaluate_set(model, stream, torch.device("cpu"), store=store).result == expected
+    assert passes == [64] * 5
+
+
+def test_an_evaluation_goes_on_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = fit(config(tmp_path), progress=False).evaluation
+    with small_disk(100):
+        commands.evaluate([str(tmp_path / "run"), "--data.batch_size=16"])
+    said, figures, *_ = capsys.readouterr().out.splitlines()
+    assert said.startswith("If it is interrupted, the evaluation will start anew: ")
+    assert figures == str(result)
+
+
+def test_an_evaluation_leaves_no_folder_of_its_config(tmp_path: Path) -> None:
+    fit(config(tmp_path), progress=False)
+    start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
+    assess(config(tmp_path, model=start, output=str(tmp_path / "new" / "folder")), progress=False)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
 
 
 def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from mmod.studies.assess import assess
 from mmod.studies.kind import study_kind
 from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.runs import Run
-from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.evaluate import BatchStore, RoutedResult
 from mmod.training.engine.kind import Step, evaluate, load
 from mmod.training.kinds import KINDS, all_configs, config_class, fit, kind_of
 from tests.kit.chat_configs import vlm_config
@@ -82,6 +82,17 @@ def test_a_run_is_evaluated_and_planned_as_it_was_trained(
         weigh = study_kind(kind).weigh
         shown = 100 * outcomes[figure].mean() if figure in outcomes else weigh[figure](outcomes, equal_SN)[0]
         assert shown == pytest.approx(result.columns()[figure], abs=1e-4)
+
+    # What is stored of each batch needs no model.
+    batches = BatchStore(Store(tmp_path / "batches.jsonl"), {})
+    assert evaluate(kind_of(done), load(kind_of(done)), store=batches).result == result
+    silent = load(kind_of(done))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(silent), "forward", None)
+        again = evaluate(kind_of(done), silent, store=batches)
+    assert again.result == result
+    assert again.outcomes.keys() == outcomes.keys()
+    assert all(np.array_equal(again.outcomes[name], value) for name, value in outcomes.items())
 
     created: list[Any] = []
     start = import_module(f"{done.engine}.start")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from statistics import mean
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from mmod.io.processes import gathered, process_count, process_rank
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.evaluate import BatchStore, RoutedResult
 from mmod.values import IGNORED
 
 # Kind of question that needs no image; it does not count in the mean.
@@ -113,27 +114,35 @@ def ask(
     batch_size: int = 32,
     max_new_tokens: int = 16,
     progress: bool = False,
+    store: BatchStore | None = None,
 ) -> tuple[list[Answer], dict[str, float]]:
     """Generate the last answer of every conversation greedily; return the answers, and `EvalResult.kept`.
 
     With several processes, each answers its share of the questions and all return all answers. The model's mode is
     restored at the end.
 
+    Args:
+        store: See `mmod.training.engine.kind.Kind.score`.
+
     Raises:
         ValueError: There are fewer conversations than processes, none can be read, or logits are not finite.
     """
     check_enough(conversations, process_count())
     answers: list[Answer] = []
-    with in_mode(False, model), _watched(model) as watched:
+    sums: dict[str, np.ndarray] = {}
+    with in_mode(False, model):
         for chats in _batches(conversations, batch_size, progress):
-            given = generate(model, collator, collator.prompts(chats), max_new_tokens)
-            for chat, text in zip(chats, given):
+            prompts = collator.prompts(chats)
+            generated = partial(_generated, model, collator, prompts, max_new_tokens)
+            given = generated() if store is None else store.once(prompts, generated)
+            for chat, text in zip(chats, given["texts"]):
                 answers.append(Answer(chat.key, chat.question_type, chat.messages[-2].text, chat.answer, text))
-        kept = {}
-        for name, sums in watched.items():
-            ran, free = sums.tolist()
-            # Nothing could be skipped where no token was free.
-            kept[name] = ran / free if free else 1.0
+            for name, counts in given["counts"].items():
+                sums[name] = sums.get(name, 0) + np.array(counts)
+    kept = {}
+    for name, (ran, free) in sums.items():
+        # Nothing could be skipped where no token was free.
+        kept[name] = float(ran / free) if free else 1.0
     everyone = list(chain.from_iterable(gathered(answers)))
     if not everyone:
         raise ValueError(f"no conversation of the evaluation can be read; {conversations.report}")
@@ -204,6 +213,15 @@ def generate(
     return tokenizer.batch_decode(ids_BN[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def _generated(
+    model: Any, collator: ChatCollator, prompts: Mapping[str, Tensor], max_new_tokens: int
+) -> dict[str, Any]:
+    """Return the answers to a batch ("texts"), and "counts" of tokens by module that decides, see `_watched`."""
+    with _watched(model) as counts:
+        texts = generate(model, collator, prompts, max_new_tokens)
+    return {"texts": texts, "counts": {name: count.tolist() for name, count in counts.items()}}
+
+
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Context that counts kept and skippable tokens by module that decides, and checks the logits of every pass."""
@@ -228,7 +246,7 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             decisions = stack.enter_context(trace(model))
             stack.callback(model.register_forward_hook(count).remove)
         yield counts
-    # One check at the end, because a check waits for the device.
+    # One check of all passes, because a check waits for the device.
     if bad and int(torch.stack(bad).sum()):
         raise ValueError(
             f"the logits of an evaluation must be finite, got NaN or infinite ones in {sum(map(bool, bad))} of "

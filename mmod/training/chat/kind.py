@@ -26,7 +26,7 @@ from mmod.training.chat.evaluate import Answer, EvalResult, answer_outcomes, ask
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_dense
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
+from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, decisions_of, kept_rows
 from mmod.training.engine.kind import COUNTED, ModelInput, device_of
 
 
@@ -56,18 +56,32 @@ class ChatKind:
             loss_B, outcome_B = evaluate_answers(model, batch)
         return {"loss": loss_B, "outcome": outcome_B, **kept_rows(decisions)}
 
-    def score(self, model: nn.Module, data: ChatDataset, process: Process, progress: bool) -> Evaluated:
+    def score(
+        self, model: nn.Module, data: ChatDataset, process: Process, progress: bool, store: BatchStore | None = None
+    ) -> Evaluated:
         """Generate answers to the evaluation questions; see `Kind.score`."""
-        answers, kept = self.ask(model, self.collator, data, progress)
+        answers, kept = self.ask(model, self.collator, data, progress, store)
         return Evaluated(score(answers, kept), answer_outcomes(answers))
 
     def ask(
-        self, model: nn.Module, collator: ChatCollator, questions: ChatDataset, progress: bool
+        self,
+        model: nn.Module,
+        collator: ChatCollator,
+        questions: ChatDataset,
+        progress: bool,
+        store: BatchStore | None = None,
     ) -> tuple[list[Answer], dict[str, float]]:
         """Generate answers to questions, and count kept tokens, see `mmod.training.chat.evaluate.ask`."""
         config = self.config
-        size = config.eval_batch_size
-        return ask(model, collator, questions, batch_size=size, max_new_tokens=config.max_new_tokens, progress=progress)
+        return ask(
+            model,
+            collator,
+            questions,
+            batch_size=config.eval_batch_size,
+            max_new_tokens=config.max_new_tokens,
+            progress=progress,
+            store=store,
+        )
 
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return one batch of prompts with one image, or whole training conversations; see `Kind.inputs`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -16,9 +17,10 @@ from mmod.analysis import trace
 from mmod.analysis.modes import in_mode
 from mmod.blocks import deciding_modules
 from mmod.data.stream import BatchStream
+from mmod.io.files import UnwrittenError
 from mmod.io.processes import gathered
-from mmod.io.progress import progress_bar
-from mmod.io.store import Store
+from mmod.io.progress import progress_bar, say
+from mmod.io.store import Store, checksum
 from mmod.routing import Routing
 from mmod.training.engine.task import Batch, to_device
 
@@ -76,6 +78,44 @@ class Evaluated(NamedTuple):
     outcomes: Mapping[str, np.ndarray] = {}
 
 
+@dataclasses.dataclass
+class BatchStore:
+    """What was computed of each batch, in a file: an evaluation that was interrupted goes on behind these batches.
+
+    A file that cannot be written is said once, and the evaluation goes on without it.
+
+    Args:
+        store: The file.
+        identity: Stands for the model, and for what is computed.
+    """
+
+    store: Store
+    identity: Mapping[str, object]
+    is_written: bool = True
+
+    def of(self, part: str) -> BatchStore:
+        """Return the store of one of several passes over a set, in the same file."""
+        return dataclasses.replace(self, identity={**self.identity, "part": part})
+
+    def once(self, batch: object, compute: Callable[[], object]) -> Any:
+        """Return what the file holds of a batch, and compute it if there is nothing."""
+        identity = {**self.identity, "batch": checksum(batch)}
+        value = self.store.get(identity)
+        if value is None:
+            value = compute()
+            self._put(identity, value)
+        return value
+
+    def _put(self, identity: Mapping[str, object], value: object) -> None:
+        if not self.is_written:
+            return
+        try:
+            self.store.put(identity, value)
+        except UnwrittenError as error:
+            self.is_written = False
+            say(f"If it is interrupted, the evaluation will start anew: {error}")
+
+
 def read_rows(
     evaluate: Callable[[nn.Module, Batch], Columns],
     model: nn.Module,
@@ -83,6 +123,7 @@ def read_rows(
     device: torch.device,
     *,
     progress: bool = False,
+    store: BatchStore | None = None,
 ) -> Columns:
     """Return the rows of all samples of a stream, over all processes, on the CPU; a ValueError for an empty one.
 
@@ -90,15 +131,23 @@ def read_rows(
 
     Args:
         evaluate: From the model and a batch on its device to the batch's rows.
+        store: Keeps the rows of each batch; None keeps nothing.
     """
-    parts = []
+
+    def computed(batch: Batch) -> Columns:
+        return evaluate(model, to_device(batch, device))
+
+    def on_cpu(batch: Batch) -> Columns:
+        return {name: value.cpu() for name, value in computed(batch).items()}
+
+    parts: list[Columns] = []
     bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
     with in_mode(False, model), torch.no_grad():
         for batch in bar:
-            parts.append(evaluate(model, to_device(batch, device)))
+            # Without a store, rows are moved at the end, because moving waits for the device.
+            parts.append(computed(batch) if store is None else store.once(batch, partial(on_cpu, batch)))
     # A process may have no batch.
     names = list(parts[0]) if parts else []
-    # Moved at the end, because moving waits for the device.
     mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in names}
     everyone = [rows for rows in gathered(mine) if rows]
     if not everyone:

@@ -19,7 +19,7 @@ from mmod.lazy import import_path
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.distributed import Process, choose_device
-from mmod.training.engine.evaluate import Columns, Evaluated, RoutedResult
+from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, RoutedResult
 from mmod.training.engine.task import Task
 
 COUNTED = 8
@@ -100,8 +100,14 @@ class Kind(Protocol):
     def evaluate(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch of the evaluation set, on the model's device, of a model in evaluation mode."""
 
-    def score(self, model: nn.Module, data: Any, process: Process, progress: bool) -> Evaluated:
-        """Evaluate a model over the evaluation samples of this process, as `data` opened them."""
+    def score(
+        self, model: nn.Module, data: Any, process: Process, progress: bool, store: BatchStore | None = None
+    ) -> Evaluated:
+        """Evaluate a model over the evaluation samples of this process, as `data` opened them.
+
+        Args:
+            store: Keeps what is computed of each batch; None keeps nothing.
+        """
 
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return what the model reads by name: an "image", a caption ("text"), a "window" or a "prompt".
@@ -181,9 +187,9 @@ def evaluation_data(kind: Kind, model: nn.Module) -> Any:
     return kind.data(model, _alone(kind))
 
 
-def evaluate(kind: Kind, model: nn.Module, progress: bool = False) -> Evaluated:
-    """Evaluate a model on the full evaluation set, in this process."""
-    return kind.score(model, evaluation_data(kind, model), _alone(kind), progress)
+def evaluate(kind: Kind, model: nn.Module, progress: bool = False, store: BatchStore | None = None) -> Evaluated:
+    """Evaluate a model on the full evaluation set, in this process; see `Kind.score`."""
+    return kind.score(model, evaluation_data(kind, model), _alone(kind), progress, store)
 
 
 def _alone(kind: Kind) -> Process:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream
 from mmod.training.engine.evaluate import (
+    BatchStore,
     Columns,
     Evaluated,
     RoutedResult,
@@ -105,10 +106,17 @@ def evaluate(
 
 
 def evaluate_set(
-    model: nn.Module, stream: BatchStream, device: torch.device, precision: str = "fp32", *, progress: bool = False
+    model: nn.Module,
+    stream: BatchStream,
+    device: torch.device,
+    precision: str = "fp32",
+    *,
+    progress: bool = False,
+    store: BatchStore | None = None,
 ) -> Evaluated:
     """Return the result of `evaluate`, and the outcomes that it follows from; see `image_outcomes`."""
-    rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
+    read = partial(evaluate_batch, precision=precision)
+    rows = read_rows(read, model, stream, device, progress=progress, store=store)
     # Streams of a caller may name no classes.
     return Evaluated(score(rows, getattr(stream, "classes", None)), image_outcomes(rows))
 

@@ -31,7 +31,7 @@ from mmod.opening.weights import converted
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import Columns, Evaluated
+from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated
 from mmod.training.engine.kind import ModelInput, device_of
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
@@ -135,17 +135,19 @@ class ImageKind:
         check_labels(rows)
         return rows
 
-    def score(self, model: nn.Module, data: BatchStream, process: Process, progress: bool) -> Evaluated:
+    def score(
+        self, model: nn.Module, data: BatchStream, process: Process, progress: bool, store: BatchStore | None = None
+    ) -> Evaluated:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
         config = self.config
         routing = self.config.image_routing
         measure = partial(evaluate_set, model, data, process.device, config.precision, progress=progress)
         if config.elastic is None or routing is None:
-            return measure()
+            return measure(store=store)
         results = {}
         for capacity in config.elastic.capacities:
             set_capacity_(model, capacity)
-            results[capacity] = measure()
+            results[capacity] = measure(store=None if store is None else store.of(f"capacity {capacity}"))
         chosen = next(capacity for capacity in results if capacity == routing.capacity)
         # Last that of the config, which the model is saved and trained on with.
         set_capacity_(model, chosen)

@@ -18,6 +18,7 @@ from mmod.data.labels import some_names
 from mmod.data.loader import BatchStream, Tokenizer, Transform, folder_stream
 from mmod.io.processes import process_count, process_rank
 from mmod.training.engine.evaluate import (
+    BatchStore,
     Columns,
     Evaluated,
     RoutedResult,
@@ -88,6 +89,7 @@ def evaluate_set(
     transform: Transform | None = None,
     workers: int = 0,
     progress: bool = False,
+    store: BatchStore | None = None,
 ) -> Evaluated:
     """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
 
@@ -101,11 +103,13 @@ def evaluate_set(
         zero_shot: "scenes", "imagenet:FOLDER" or None; see `TrainConfig`.
         transform: From a PIL image to a tensor, for the images of a folder.
         workers: Worker processes that read the images of a folder.
+        store: See `mmod.training.engine.kind.Kind.score`.
 
     Raises:
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
-    rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
+    read = partial(evaluate_batch, precision=precision)
+    rows = read_rows(read, model, stream, device, progress=progress, store=store)
     images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
     for name, embeddings in (("image", images), ("text", texts)):
         check_finite(f"the {name} embeddings of an evaluation", embeddings)
@@ -116,9 +120,8 @@ def evaluate_set(
         elif zero_shot is not None:
             folder = zero_shot.partition(":")[2]
             assert transform is not None
-            top1, top5 = classify_folder(
-                model, tokenizer, transform, folder, stream=stream, workers=workers, bar=progress
-            )
+            classify = partial(classify_folder, model, tokenizer, transform, folder, stream=stream, workers=workers)
+            top1, top5 = classify(bar=progress, store=None if store is None else store.of("zero-shot"))
     first_N, second_N = rank_both_ways(images, texts, tokens)
     result = EvalResult(
         image_to_text_r1=share(first_N < 1),
@@ -235,7 +238,15 @@ def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Te
 
 
 def classify_folder(
-    model: Any, tokenizer: Tokenizer, transform: Transform, folder: str, *, stream: BatchStream, workers: int, bar: bool
+    model: Any,
+    tokenizer: Tokenizer,
+    transform: Transform,
+    folder: str,
+    *,
+    stream: BatchStream,
+    workers: int,
+    bar: bool,
+    store: BatchStore | None,
 ) -> tuple[float, float]:
     """Return top-1 and top-5 accuracy in percent on the images in FOLDER/CLASS/, over all processes.
 
@@ -251,7 +262,7 @@ def classify_folder(
         images, classes = batch
         return _hits(model.encode_image(images, normalize=True).float() @ weights, classes)
 
-    rows = read_rows(classify, model, batches, weights.device, progress=bar)
+    rows = read_rows(classify, model, batches, weights.device, progress=bar, store=store)
     return share(rows["first"]), share(rows["five"])
 
 

@@ -33,7 +33,7 @@ from mmod.opening.weights import read_weights
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import Columns, Evaluated
+from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated
 from mmod.training.engine.kind import ModelInput, device_of, evaluation_data
 from mmod.training.engine.task import Batch
 from mmod.training.pairs.config import ModelConfig, TrainConfig
@@ -111,7 +111,9 @@ class PairsKind:
         """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def score(self, model: nn.Module, data: BatchStream, process: Process, progress: bool) -> Evaluated:
+    def score(
+        self, model: nn.Module, data: BatchStream, process: Process, progress: bool, store: BatchStore | None = None
+    ) -> Evaluated:
         """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate_set`."""
         transform, tokenizer = create_transforms(model, self.config.model.name, None)
         return evaluate_set(
@@ -124,6 +126,7 @@ class PairsKind:
             transform=transform,
             workers=self.config.data.workers,
             progress=progress,
+            store=store,
         )
 
     def inputs(self, model: Any, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:

@@ -22,7 +22,7 @@ from mmod.opening.runs import find_weights
 from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import Columns, Evaluated, read_rows
+from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, read_rows
 from mmod.training.engine.kind import ModelInput, device_of
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
@@ -68,10 +68,13 @@ class TextKind:
         """Return the rows of a batch; see `mmod.training.text.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def score(self, model: nn.Module, data: BatchStream, process: Process, progress: bool) -> Evaluated:
+    def score(
+        self, model: nn.Module, data: BatchStream, process: Process, progress: bool, store: BatchStore | None = None
+    ) -> Evaluated:
         """Measure the losses of a model in every way in which it can decide; see `evaluate_ways`."""
         read = partial(evaluate_ways, precision=self.config.precision, elastic=self.config.elastic)
-        return Evaluated(score(read_rows(read, model, data, process.device, progress=progress), model))
+        rows = read_rows(read, model, data, process.device, progress=progress, store=store)
+        return Evaluated(score(rows, model))
 
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return windows, one batch of evaluation; see `Kind.inputs`. Costs are those with decisions of training."""
