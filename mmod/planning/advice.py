@@ -252,7 +252,7 @@ class Advice:
         agreements = {row.label: row.agreement_to_control for row in self.rows}
         told = beside_controls(in_points, self.tolerance, agreements)
         named = self.recommendations[0].named
-        if named is not None and named.control is None and "mmod.route_(" in named.code:
+        if named is not None and named.is_routed and named.control is None:
             told += f" Not compared with random tokens here: {named.label}."
         return told.strip()
 

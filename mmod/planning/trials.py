@@ -149,9 +149,6 @@ def advise(
     models = models or {}
     _check_candidates(candidates, models)
     check_batches(batches)
-    # Before blocks are looked for, of a class of the user's own by images that it may not read.
-    if isinstance(batches, (list, tuple)) and not batches:
-        raise ValueError("no images or prompts: batches is empty")
     part, stack, is_only = _part_to_change(model, part)
     if faster is not None and (stack.language or candidates is not None):
         raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
@@ -449,21 +446,22 @@ def rows_of(
         candidate = candidates[name]
         flops = costs[name].flops
         yield AdviceRow(
-            name,
-            candidate.label,
-            ratios(times[DENSE], times[name]),
-            interval_of(table, AGREEMENT, name),
-            gap(table, figure, name, DENSE) if figure == CORRECT else None,
-            evaluated(table, name),
-            candidate.code(part, is_only),
-            candidate.config(part, is_only),
-            name in front,
-            costs[name].cache,
-            candidate.series,
-            {of: ratios(ms[DENSE], ms[name]) for of, ms in table.times.items() if of != BATCH},
-            candidate.control,
-            gap(table, figure, name, candidate.control),
-            gap(table, AGREEMENT, name, candidate.control) if figure == CORRECT else None,
-            candidate.at_random,
-            None if flops is None or dense is None else flops / dense,
+            name=name,
+            label=candidate.label,
+            speedup=ratios(times[DENSE], times[name]),
+            score=interval_of(table, AGREEMENT, name),
+            accuracy=gap(table, figure, name, DENSE) if figure == CORRECT else None,
+            images=evaluated(table, name),
+            code=candidate.code(part, is_only),
+            config=candidate.config(part, is_only),
+            on_front=name in front,
+            cache=costs[name].cache,
+            series=candidate.series,
+            speedups={of: ratios(ms[DENSE], ms[name]) for of, ms in table.times.items() if of != BATCH},
+            control=candidate.control,
+            to_control=gap(table, figure, name, candidate.control),
+            agreement_to_control=gap(table, AGREEMENT, name, candidate.control) if figure == CORRECT else None,
+            at_random=candidate.at_random,
+            is_routed=candidate.routing is not None,
+            flops=None if flops is None or dense is None else flops / dense,
         )

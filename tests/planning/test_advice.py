@@ -203,6 +203,16 @@ def test_the_recipe_that_a_wanted_speed_names_is_marked_and_the_mark_explained()
         assert (explained in str(advice)) == (marked == ["lossy <- named"])
 
 
+def test_a_routing_without_a_control_is_said_to_have_none() -> None:
+    told = "Not compared with random tokens here: one."
+    advice = advice_of([("one", 1.5, Estimate(1.0, 0.99, 1.0), None)])
+    assert told not in str(advice)
+    row = dataclasses.replace(advice.rows[0], is_routed=True)
+    assert told in str(dataclasses.replace(advice, rows=(row,)))
+    row = dataclasses.replace(row, control="random")
+    assert told not in str(dataclasses.replace(advice, rows=(row,)))
+
+
 def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
     def offered(speed: float, series: str = "a-mod", flops: float = 0.55) -> list[str]:
         advice = advice_of([("one", speed, Estimate(1.0, 0.99, 1.0), None)])
@@ -585,14 +595,11 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
             questions(1),
             "prompts are one batch, which cannot both find plans and evaluate them",
         ),
-        (lambda: make_joint("llava"), [], "no images or prompts: batches is empty"),
+        (lambda: make_joint("llava"), [], "no prompts: batches is empty"),
         (lambda: make_language("llama"), questions(2), "reads text: use mmod.search_plan"),
-        (lambda: make(), [], "no images or prompts: batches is empty"),
-        # What has no length is empty once it is read.
+        (make, [], "no images: batches is empty"),
         (make, DataLoader([]), "no images: batches is empty"),
         (lambda: make_joint("llava"), DataLoader([]), "no prompts: batches is empty"),
-        # Before a class of the user's own is looked into, by images that it may not read.
-        (lambda: nn.Linear(2, 2), [], "no images or prompts: batches is empty"),
         (lambda: timm.create_model("resnet10t"), [pictures(1)], "ResNet"),
         (lambda: make_joint("llava"), [pictures(1)], "batches must hold prompts"),
         (lambda: mmod.route_(make(), mmod.RoutingConfig()), [pictures(1)], "is changed already: call mmod.undo_ first"),
