@@ -39,12 +39,14 @@ class Question:
     free_keys: Collection[str] = ()
 
     def check(self, folder: Path) -> None:
-        """Raise a FolderTakenError if a folder has the table of another study, or more models or seeds."""
+        """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data."""
+        answered = answered_by(folder)
+        if answered is not None:
+            self._check_data(folder, answered)
         table = folder / REPORT
         if not table.exists():
             return
         advice = "which this one would replace: name another folder, --output FOLDER, or remove the table"
-        answered = answered_by(folder)
         if answered is None:
             raise FolderTakenError(
                 f"{str(table)!r} is the table of a study, {advice}. Whether it is this study's is not known: "
@@ -54,11 +56,21 @@ class Question:
         if changes:
             raise FolderTakenError(f"{str(table)!r} is the table of another study, {advice}. Differing: {changes}")
 
+    def _check_data(self, folder: Path, answered: Mapping[str, Any]) -> None:
+        """Raise a FolderTakenError if the results in a folder, with a table or without, are of other files of data."""
+        data = self.evaluation.get(_DATA)
+        # What older studies did not record is not compared.
+        changes = differences({_DATA: answered["evaluation"].get(_DATA, data)}, {_DATA: data})
+        if changes:
+            raise FolderTakenError(
+                f"{str(folder)!r} has results of other evaluation data: restore its files, or name another folder, "
+                f"--output FOLDER. Differing: {changes}"
+            )
+
     def _changes_from(self, answered: Mapping[str, Any]) -> str:
         """Return what keeps a study from going on with an answered one; empty where nothing does."""
-        # What older studies did not record is not compared.
-        known = {_DATA: self.evaluation.get(_DATA), **answered["evaluation"]}
-        changes = differences(known, self.evaluation)
+        data = {_DATA: self.evaluation.get(_DATA)}
+        changes = differences({**answered["evaluation"], **data}, {**self.evaluation, **data})
         if changes:
             return changes
         for name in [name for name in self.models if name in answered["models"]]:
@@ -74,7 +86,7 @@ class Question:
         return ""
 
     def keep(self, folder: Path, names: Collection[str]) -> None:
-        """Record in a folder what the table of some models answers."""
+        """Record in a folder what the results of some models answer."""
         models = {name: model for name, model in self.models.items() if name in names}
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 

@@ -106,13 +106,12 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, settings: M
 
     def write() -> StudyResult:
         ordered = {name: done[name] for name in names if name in done}
-        result = write_study(study, table, ordered, facts, settings, runner.facts)
-        question.keep(comparison.folder, table.runs)
-        return result
+        return write_study(study, table, ordered, facts, settings, runner.facts)
 
     is_announced = False
     # Each run comes back once `study.measure` has done it, and its rows are in the table.
     for run in compare(table, [runs], measurer, runner):
+        question.keep(comparison.folder, table.runs)
         if run.seed == 0 and run.name in names:
             done[run.name] = measurer.ready(run)
             table.costs[run.name] = _counted(study, done[run.name], measurer, table)

@@ -143,8 +143,14 @@ def test_a_study_of_other_files_takes_no_table_and_an_older_one_goes_on(tmp_path
     asked().keep(folder, ["dense"])
     asked().check(folder)
     image.with_name("b.png").write_bytes(b"1")
-    with pytest.raises(FolderTakenError, match=r"Differing: data: '1 file, \w+' there, '2 files, \w+' now"):
+    told = r"restore its files, .*--output FOLDER\. Differing: data: '1 file, \w+' there, '2 files, \w+' now"
+    with pytest.raises(FolderTakenError, match=told):
         asked().check(folder)
+    # The rows in its store are of the other files too.
+    (folder / "tradeoff.json").unlink()
+    with pytest.raises(FolderTakenError, match=told):
+        asked().check(folder)
+    (folder / "tradeoff.json").write_text("{}")
     # It did not record its files.
     record = folder / QUESTION
     answered = json.loads(record.read_text())
