@@ -116,8 +116,7 @@ def told_start(config: RunConfig, world: int) -> str:
         return f"{folder}: the run would start anew"
     if is_finished(folder):
         return f"{folder}: the run has finished; its result would be read, and nothing trained"
-    if config.keeps_checkpoints:
-        _check_result_is_due(folder)
+    _check_result_is_due(config)
     check_free_of_others(folder)
     checkpoints = [*list_checkpoints(folder / CHECKPOINTS), *finished_checkpoints(folder / CHECKPOINTS)]
     if not checkpoints:
@@ -145,8 +144,8 @@ def run_once(
     def finished() -> Done | None:
         _has_begun(config, record)
         result = read(folder)
-        if result is None and config.keeps_checkpoints:
-            _check_result_is_due(folder)
+        if result is None:
+            _check_result_is_due(config)
         return result
 
     def write_config() -> None:
@@ -266,11 +265,14 @@ def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Res
         ) from error
 
 
-def _check_result_is_due(folder: Path) -> None:
+def _check_result_is_due(config: RunConfig) -> None:
     """Raise a FileNotFoundError if a run without a result has its final model: it would be trained once more.
 
-    One that was stopped between the two has checkpoints, from which it goes on.
+    One that was stopped between the two has checkpoints, from which it goes on, unless its config keeps none.
     """
+    folder = Path(config.output)
+    if not config.keeps_checkpoints:
+        return
     if (folder / FINAL_MODEL).exists() and not any((folder / CHECKPOINTS).glob("*")):
         raise FileNotFoundError(
             f"the run in {str(folder)!r} has its final model, {FINAL_MODEL}/, and neither {_RESULT} nor a checkpoint: "
