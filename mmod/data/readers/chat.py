@@ -95,11 +95,14 @@ class ChatCollator:
             labels_BN[row, mask_N] = torch.where(is_answer, ids, IGNORED)
         batch["labels"] = labels_BN
         if self.protected is not None:
-            text_BN = batch["attention_mask"].bool() & (batch["input_ids"] != self.processor.image_token_id)
-            is_asked_BN = labels_BN == IGNORED
-            batch["protected_mask"] = text_BN & is_asked_BN if self.protected == "question" else text_BN
+            protected_BN = batch["attention_mask"].bool() & (batch["input_ids"] != self.processor.image_token_id)
+            if self.protected == "question":
+                protected_BN &= labels_BN == IGNORED
+            batch["protected_mask"] = protected_BN
         batch = self._cut(batch, chats)
-        return _pack(batch) if self.packed else batch
+        if self.packed:
+            batch = _pack(batch)
+        return batch
 
     def prompts(self, chats: Sequence[ChatSample]) -> dict[str, Tensor]:
         """Encode conversations up to the last answer, padded on the left for `generate`."""
@@ -192,8 +195,11 @@ class ChatCollator:
             except ValueError as error:
                 found.append(PlainTokens(len(ids), images, len(ids), str(error)))
                 continue
-            fault = None if len(answers) else "no token belongs to an answer"
-            found.append(PlainTokens(len(ids), images, int(answers[0]) if len(answers) else len(ids), fault))
+            if len(answers):
+                tokens = PlainTokens(len(ids), images, int(answers[0]), None)
+            else:
+                tokens = PlainTokens(len(ids), images, len(ids), "no token belongs to an answer")
+            found.append(tokens)
         return found
 
     def _cut(self, batch: dict[str, Tensor], chats: Sequence[ChatSample]) -> dict[str, Tensor]:
@@ -206,11 +212,12 @@ class ChatCollator:
                 raise ValueError(
                     f"max_length={self.max_length} cuts off an image in {key!r}: the batch has {length} tokens"
                 )
-            # Other inputs, such as patches, may have as many columns as a batch has tokens.
             shape = batch["input_ids"].shape
-            batch = {
-                name: value[:, : self.max_length] if value.shape == shape else value for name, value in batch.items()
-            }
+            cut = {}
+            for name, value in batch.items():
+                # By the whole shape: other inputs, such as patches, may have as many columns as a batch has tokens.
+                cut[name] = value[:, : self.max_length] if value.shape == shape else value
+            batch = cut
         empty = (batch["labels"] == IGNORED).all(1)
         if empty.any():
             key = chats[int(empty.nonzero()[0])].key
@@ -339,7 +346,9 @@ class LengthSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = list(self._shuffled())
-        return iter(order if self.seeing is None else _spread(order, self.seeing, self.share))
+        if self.seeing is not None:
+            order = _spread(order, self.seeing, self.share)
+        return iter(order)
 
     def _shuffled(self) -> Iterator[int]:
         rng = np.random.default_rng([self.seed, self.epoch])

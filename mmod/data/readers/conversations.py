@@ -171,7 +171,9 @@ class ChatDataset:
             texts = [" ".join(text.replace(IMAGE, " ").split()) for role, text in row["messages"] if role != "system"]
             kinds = row["kinds"] or ["all"] * (len(texts) // 2)
             turns = list(zip(kinds, texts[::2], texts[1::2]))
-            yield from turns[-1:] if last else turns
+            if last:
+                turns = turns[-1:]
+            yield from turns
 
 
 def check_conversations(config: ConversationsConfig) -> None:
@@ -231,10 +233,10 @@ def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> It
             continue
         with open(shard, "rb") as file:
             for row in read_samples(file, shard, partial(_shard_row, file)):
-                if isinstance(row, Fault):
-                    report.add([row])
-                else:
+                if not isinstance(row, Fault):
                     yield row
+                    continue
+                report.add([row])
 
 
 def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, object]:
@@ -260,7 +262,9 @@ def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, object]:
 def _image_number(extension: str) -> int:
     """Return the number in an extension such as "1.png"; 0 without one."""
     number = extension.partition(".")[0]
-    return int(number) if number.isdecimal() else 0
+    if not number.isdecimal():
+        return 0
+    return int(number)
 
 
 def _row(

@@ -99,7 +99,9 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _note(folder: str | Path, reasons: list[str]) -> str:
     """Return a sentence, without a full stop, of what is left out of a folder; empty for nothing."""
-    return f"{folder}: left out are {'; '.join(reasons)}" if reasons else ""
+    if not reasons:
+        return ""
+    return f"{folder}: left out are {'; '.join(reasons)}"
 
 
 class FolderSource:
@@ -141,10 +143,11 @@ class FolderSource:
                 "folder of its class, or remove it"
             )
         self.classes = None
+        numbers: Mapping[str, int] = {}
         if "" not in images:
             own = _own_classes(str(root), folder, train_split, images, model)
             self.classes = match_classes(own, images, model, folder)
-        numbers = {} if self.classes is None else self.classes.numbers
+            numbers = self.classes.numbers
         labels: dict[str, int] = {}
         for name, paths in images.items():
             labels |= dict.fromkeys(paths, numbers.get(name, -1))
@@ -175,9 +178,11 @@ def _open_classes(folder: str, model: ModelClasses | None) -> tuple[PathsByFolde
     images, reasons = walk_images(folder, known)
     filled = {name: paths for name, paths in images.items() if paths}
     if not filled:
+        left_out = ""
+        if reasons:
+            left_out = f"; left out are {'; '.join(reasons)}"
         raise ValueError(
-            f"{folder} holds no image that is read; endings of images are {', '.join(IMAGE_EXTENSIONS)}"
-            f"{'; left out are ' if reasons else ''}{'; '.join(reasons)}"
+            f"{folder} holds no image that is read; endings of images are {', '.join(IMAGE_EXTENSIONS)}{left_out}"
         )
     empty = [os.path.join(folder, name) for name in rank_names(images.keys() - filled.keys())]
     if empty and "" not in filled and not filled.keys() <= known.keys():

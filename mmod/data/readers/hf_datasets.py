@@ -77,8 +77,10 @@ def _named_errors(source: str) -> Iterator[None]:
 
 def read_column(source: str, column: str) -> Iterator[Any]:
     """Yield the values of one column of a streamed dataset, in one pass over its files."""
-    # Of Parquet one column can be read alone.
-    options = {"columns": [column]} if source.startswith(f"{PREFIX}parquet:") else {}
+    options = {}
+    if source.startswith(f"{PREFIX}parquet:"):
+        # Of Parquet one column can be read alone.
+        options = {"columns": [column]}
     dataset = open_dataset(source, (column,), **options).select_columns([column])
     with _named_errors(source):
         for batch in dataset.iter(_BUFFER):
@@ -194,7 +196,9 @@ class StreamedSource:
         self._columns = columns
         self._seed = seed
         self._stated = count_samples(dataset, source, columns[1])
-        self._count = self._stated if limit is None else min(self._stated, limit)
+        self._count = self._stated
+        if limit is not None:
+            self._count = min(self._stated, limit)
         # No more than samples, of which a limit may leave few: a lane without any could not be read.
         lanes = min(dataset.num_shards, _LANES * world, self._count)
         # A multiple of the processes, where there are as many files, so that no two read the same one.
@@ -215,13 +219,17 @@ class StreamedSource:
             raise ValueError(f"the column {self._columns[1]!r}: {error}") from error
         if image is None:
             raise ValueError(f"the column {self._columns[0]!r} holds no image")
-        data = image["bytes"] if image["bytes"] is not None else _read_file(image["path"])
+        data = image["bytes"]
+        if data is None:
+            data = _read_file(image["path"])
         return decode_image(data, mode), target
 
     def place(self, index: int) -> tuple[str, str]:
         """Return where a sample is; see `ImageSource.place`."""
         epoch, lane, position = self._position(index)
-        return self._source, f"lane {lane} of epoch {epoch}, {position}" if self.lanes else str(position)
+        if not self.lanes:
+            return self._source, str(position)
+        return self._source, f"lane {lane} of epoch {epoch}, {position}"
 
     def _position(self, index: int) -> tuple[int, int, int]:
         """Return epoch, lane and position in the lane of an index."""

@@ -87,7 +87,9 @@ def convert_image(image: Image.Image, mode: str) -> Image.Image:
         # The upper 8 bits, as Pillow does for colour. For grey, Pillow would turn all values above 255 white.
         pixels = (np.asarray(image).astype(np.int64) >> (bits - 8)).astype(np.uint8)
         # TIFF photometric 0 means white is zero. Pillow inverts such images itself up to 8 bits.
-        image = Image.fromarray(255 - pixels if _tag(image, _PHOTOMETRIC, 1) == _WHITE_IS_ZERO else pixels)
+        if _tag(image, _PHOTOMETRIC, 1) == _WHITE_IS_ZERO:
+            pixels = 255 - pixels
+        image = Image.fromarray(pixels)
     return image.convert(mode)
 
 
@@ -117,7 +119,9 @@ def _grey_bits(image: Image.Image) -> int | None:
 def _tag(image: Image.Image, number: int, default: int) -> int:
     """Return the first value of a TIFF tag; the default in other formats."""
     value = getattr(image, "tag_v2", {}).get(number, default)
-    return int(value[0] if isinstance(value, tuple) else value)
+    if isinstance(value, tuple):
+        value = value[0]
+    return int(value)
 
 
 class ImageFiles:
@@ -185,7 +189,9 @@ def _faults_of(path: str) -> Iterator[None]:
         raise UnusableError("image not found", path) from error
     except (OSError, ValueError) as error:
         # ValueError: a name that no file can have (such messages lack the path), or no regular file.
-        details = str(error) if path in str(error) else f"{path!a}: {error}"
+        details = str(error)
+        if path not in details:
+            details = f"{path!a}: {details}"
         raise UnusableError("image cannot be read", details) from error
 
 

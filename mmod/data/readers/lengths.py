@@ -68,13 +68,17 @@ def open_checked(
     chats = open_conversations(source, config, progress)
     faults = _foreign_tokens(chats, collator.processor)
     if not prompts:
-        folder = Path(source).parent if config.root is None else Path(config.root)
+        folder = Path(source).parent
+        if config.root is not None:
+            folder = Path(config.root)
         faults = {**_kept_check(chats, collator, folder, progress), **faults}
     for index, reason in sorted(faults.items()):
         chats.report.add([Fault(source, f"conversation {index}, {chats.record(index)['key']!r}", reason)])
     if len(faults) == len(chats):
         raise ValueError(f"no conversation is left; of the first, {chats.record(0)['key']!r}: {faults[0]}")
-    return chats.without(faults) if faults else chats
+    if faults:
+        chats = chats.without(faults)
+    return chats
 
 
 def _foreign_tokens(chats: ChatDataset, processor: Any) -> dict[int, str]:
@@ -101,20 +105,23 @@ def _kept_check(chats: ChatDataset, collator: ChatCollator, folder: Path, progre
     is_writable = all(os.access(file, os.W_OK) for file in (folder, *files))
     identity = _identity(chats, collator)
     # One process of a node checks, and the others read its result.
-    with locked(folder / "conversations", wait=True) if is_writable else contextlib.nullcontext():
+    lock = locked(folder / "conversations", wait=True) if is_writable else contextlib.nullcontext()
+    with lock:
         try:
             store = Store(path)
         except (OSError, ValueError):
-            # It saves time only, so a damaged one is made anew.
+            # It saves time only, so a damaged one is made anew, in memory where it cannot be removed.
             if is_writable:
                 path.unlink(missing_ok=True)
-            store = Store(path if is_writable else None)
+                store = Store(path)
+            else:
+                store = Store(None)
         faults = store.get(identity)
         if faults is None:
             faults = _check(chats, collator, progress)
-            # Nor is a full folder an error.
-            with contextlib.suppress(OSError):
-                if is_writable:
+            if is_writable:
+                # Nor is a full folder an error.
+                with contextlib.suppress(OSError):
                     store.put(identity, faults)
     return {int(number): str(reason) for number, reason in faults.items()}
 
@@ -127,9 +134,11 @@ def _identity(chats: ChatDataset, collator: ChatCollator) -> dict[str, object]:
     tokenizer |= {"padding": None, "truncation": None}
     described = json.dumps(processor.to_dict(), sort_keys=True, default=repr)
     images = chain.from_iterable(chats.record(index)["images"] for index in range(len(chats)))
+    # A picture in a shard is a list: the shard's name comes first.
+    names = {image if isinstance(image, str) else image[0] for image in images}
     files = []
     # Sizes count, so files that were exchanged are read again.
-    for name in sorted({image if isinstance(image, str) else image[0] for image in images}):
+    for name in sorted(names):
         with contextlib.suppress(OSError):
             stat = os.stat(name)
             files.append(f"{name} {stat.st_size} {stat.st_mtime_ns}")
@@ -164,11 +173,13 @@ def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[i
             batch = left[start : start + _BATCH]
             rows = [chats.record(index) for index in batch]
             # Without images, which take no part in the text.
-            texts = collator.plain_tokens(
-                [ChatSample(row["key"], tuple(Message(*message) for message in row["messages"]), ()) for row in rows]
-            )
-            for index, text in zip(batch, texts):
-                reason = _reason(text, [lengths[size] for size in sizes.get(index, ())], collator.max_length)
+            samples = []
+            for row in rows:
+                messages = tuple(Message(*message) for message in row["messages"])
+                samples.append(ChatSample(row["key"], messages, ()))
+            for index, text in zip(batch, collator.plain_tokens(samples)):
+                image_lengths = [lengths[size] for size in sizes.get(index, ())]
+                reason = _reason(text, image_lengths, collator.max_length)
                 if reason is not None:
                     faults[index] = reason
             bar.update(len(batch))
@@ -236,16 +247,22 @@ def _reason(text: PlainTokens, lengths: Sequence[ImageLength | str], limit: int 
 
 def _image_size(stored: str | list[Any]) -> Size:
     """Return the size of an image from its header."""
-    name, start, length = (stored, 0, None) if isinstance(stored, str) else stored
+    # A file up to its end, or a member of a shard.
+    if isinstance(stored, str):
+        name, start, length = stored, 0, -1
+        header = _HEADER
+    else:
+        name, start, length = stored
+        header = min(length, _HEADER)
     with open(name, "rb") as file:
         file.seek(start)
-        data = file.read(_HEADER if length is None else min(length, _HEADER))
+        data = file.read(header)
         try:
             return _size_in(data)
         except ValueError:
             # A header may be longer than this.
             file.seek(start)
-            data = file.read(-1 if length is None else length)
+            data = file.read(length)
     try:
         return _size_in(data)
     except ValueError as error:
@@ -256,7 +273,9 @@ def _size_in(data: bytes) -> Size:
     try:
         with identify_image(data) as image:
             width, height = image.size
-            return (height, width) if _orientation(image) in _TURNED else (width, height)
+            if _orientation(image) in _TURNED:
+                return height, width
+            return width, height
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
         raise ValueError(f"the size of an image of {len(data)} bytes cannot be read") from error
 

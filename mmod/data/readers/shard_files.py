@@ -49,9 +49,16 @@ class ShardFiles:
         if remote and cache is None:
             raise ValueError(f"the remote shard {remote[0]!r} needs a folder for its copy: set root")
         check_drivers(remote)
-        self._copies = [_copy_path(url, str(cache)) if is_remote(url) else None for url in urls]
+        self._copies: list[Path | None] = []
         # Of each shard or its copy; None for those that are read from their URL.
-        self._paths = [url if copy is None else None for url, copy in zip(urls, self._copies)]
+        self._paths: list[str | None] = []
+        for url in urls:
+            if is_remote(url):
+                self._copies.append(_copy_path(url, str(cache)))
+                self._paths.append(None)
+            else:
+                self._copies.append(None)
+                self._paths.append(url)
 
     def fetch(self, number: int) -> str:
         """Copy a remote shard unless there is a copy, and return the local path; one process of a node copies it."""
@@ -60,10 +67,11 @@ class ShardFiles:
             return path
         copy = self._copies[number]
         assert copy is not None
-        # Asked again under the lock: another process may have copied it in the meantime.
-        with nullcontext() if copy.exists() else locked(copy, wait=True):
-            if not copy.exists():
-                self._files.copy(self.urls[number], copy)
+        if not copy.exists():
+            # Asked again under the lock: another process may have copied it in the meantime.
+            with locked(copy, wait=True):
+                if not copy.exists():
+                    self._files.copy(self.urls[number], copy)
         self._paths[number] = str(copy)
         return str(copy)
 
@@ -97,7 +105,7 @@ class ShardFiles:
         missing = sum(not path.exists() for path in paths)
         is_remote = any(copy is not None for copy in self._copies)
         # Processes, because parsing headers takes the interpreter's time; threads would wait for each other.
-        processes = 0 if is_remote else min((os.cpu_count() or 1), missing // _SHARDS_PER_PROCESS)
+        processes = min((os.cpu_count() or 1), missing // _SHARDS_PER_PROCESS)
         with ExitStack() as stack:
             if missing and not is_remote:
                 # One process of a node makes the indices of a folder, and the others read them.
@@ -138,7 +146,8 @@ class ShardFiles:
         if index is not None:
             return index
         # Reading the headers of a remote shard takes long, so each has a lock.
-        with _locked(path) if copy is not None else nullcontext():
+        lock = nullcontext() if copy is None else _locked(path)
+        with lock:
             # Asked again under the lock.
             index = _read_index(path, url, size, tag)
             if index is None:
@@ -178,7 +187,9 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold a lock where one can be written; a read-only folder keeps no index either."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path, wait=True) if os.access(path.parent, os.W_OK) else nullcontext():
+    is_writable = os.access(path.parent, os.W_OK)
+    lock = locked(path, wait=True) if is_writable else nullcontext()
+    with lock:
         yield
 
 

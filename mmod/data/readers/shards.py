@@ -104,16 +104,21 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
             shards.append(url)
             continue
         path = url.removeprefix("file://")
-        matches = [path] if os.path.isfile(path) else sorted(glob.glob(path))
+        # A file first: its own name may have the characters of a pattern.
+        matches = [path]
+        if not os.path.isfile(path):
+            matches = sorted(glob.glob(path))
         if not matches:
             raise ValueError(f"no shard matches {path!r} (from the pattern {pattern!r})")
         for match in matches:
             check_regular(match)
         shards += matches
+    if not shards:
+        raise ValueError(f"the pattern {pattern!r} names no shard")
     # A shard that is listed twice would be trained on twice as often.
     repeated = sorted(shard for shard, times in Counter(shards).items() if times > 1)
-    if not shards or repeated:
-        raise ValueError(f"the pattern {pattern!r} names {repeated[0] + ' twice' if repeated else 'no shard'}")
+    if repeated:
+        raise ValueError(f"the pattern {pattern!r} names {repeated[0]} twice")
     return shards
 
 
@@ -142,7 +147,9 @@ class ShardSource:
             report.add(faults)
             tables.append(np.column_stack([np.full(len(rows), number), rows]))
         # An array: worker processes share its memory, while reference counting would copy a list to each.
-        self._rows = np.concatenate(tables) if tables else np.empty((0, 5), np.int64)
+        self._rows = np.empty((0, 5), np.int64)
+        if tables:
+            self._rows = np.concatenate(tables)
         if not len(self._rows):
             raise ValueError(
                 f"the shards of {pattern!r} hold no complete sample (an image and a .{target.extension} member)"
@@ -177,7 +184,10 @@ class ShardSource:
         except (OSError, ValueError):
             # The fault is counted when the sample is read.
             return -1
-        return label if isinstance(label, int) else -1
+        # A map of patches is no number.
+        if not isinstance(label, int):
+            return -1
+        return label
 
     def _member_name(self, shard: int, offset: int) -> str:
         """Return the name of the member whose data starts at an offset; the header is the block before."""
@@ -222,7 +232,9 @@ def read_samples(file: BinaryIO, path: str, choose: Callable[[str, Members], Sam
                 yield Fault(path, key, str(error))
         else:
             yield chosen
-    yield from ends or ([] if keys else [Fault(path, "", "holds no sample")])
+    yield from ends
+    if not keys and not ends:
+        yield Fault(path, "", "holds no sample")
 
 
 def _group(file: BinaryIO, path: str, ends: list[Fault]) -> Iterator[tuple[str, Members]]:
@@ -266,7 +278,8 @@ def _read_members(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo | Fault
                 if not member.isreg() or member.issparse() or member.size > MAX_BYTES:
                     continue
                 # Checked against the file's size: `tarfile` would return what is there as if it were whole.
-                if member.offset_data + member.size > size:
+                last = member.offset_data + member.size
+                if last > size:
                     yield Fault(path, member.name, f"the shard ends at byte {size}, within this member")
                     return
                 yield member

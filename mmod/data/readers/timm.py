@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,12 @@ class TimmSource:
         named = getattr(self._dataset, "class_to_idx", None)
         # Some sets have another object by this name, and no names.
         raw: dict[str, int] = dict(named) if isinstance(named, dict) else {}
-        self.classes = match_classes(Classes(raw, len(raw)), raw, model, self._name) if raw else None
+        self.classes = None
+        numbers: Mapping[str, int] = {}
+        if raw:
+            self.classes = match_classes(Classes(raw, len(raw)), raw, model, self._name)
+            numbers = self.classes.numbers
         # Labels of the data set to those of `classes`; many names of one number are synonyms.
-        numbers = {} if self.classes is None else self.classes.numbers
         self._numbers = {raw[label]: numbers[label] for label in raw.keys() & numbers.keys()}
 
     def __len__(self) -> int:
