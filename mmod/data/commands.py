@@ -31,12 +31,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("command", choices=(*SETS, *CONVERSIONS))
     name = parser.parse_args(arguments[:1]).command
     # A script's name already says which set it builds.
-    prog = parser.prog if parser.prog.endswith(".py") else f"{parser.prog} {name}"
+    prog = parser.prog
+    if not prog.endswith(".py"):
+        prog = f"{prog} {name}"
     try:
         if name in CONVERSIONS:
             _convert(importlib.import_module(f"mmod.data.convert.{name}"), arguments[1:], prog)
             return
-        config = _build(SETS[name], arguments[1:], prog, export_questions if name == "questions" else None)
+        export = export_questions if name == "questions" else None
+        config = _build(SETS[name], arguments[1:], prog, export)
         if name == "questions" and config is not None:
             for question_type, share in measure_prior(config).items():
                 print(f"accuracy without the image: {question_type} {100 * share:.1f} %")

@@ -47,7 +47,10 @@ class Fault(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.file}{f' [{self.sample}]' if self.sample else ''}: {self.reason}"
+        place = self.file
+        if self.sample:
+            place = f"{self.file} [{self.sample}]"
+        return f"{place}: {self.reason}"
 
 
 @dataclass
@@ -81,8 +84,9 @@ class CorruptReport:
         met = list(faults)
         if met and self.on_corrupt == "raise":
             told = "; ".join(map(str, met[:_TOLD]))
-            more = f"; {len(met) - _TOLD} more" if len(met) > _TOLD else ""
-            raise CorruptDataError(f"{told}{more} (on_corrupt='skip' counts such samples and leaves them out)")
+            if len(met) > _TOLD:
+                told += f"; {len(met) - _TOLD} more"
+            raise CorruptDataError(f"{told} (on_corrupt='skip' counts such samples and leaves them out)")
         for fault in met:
             self.faults[fault] = None
             if self.limit is not None and len(self.faults) > self.limit:

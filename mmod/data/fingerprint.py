@@ -31,7 +31,9 @@ def data_files(data: object) -> str | None:
     # What is missing is told by what opens it.
     with suppress(ValueError):
         paths = tuple(_paths_of(data))
-    return _looked_up(paths) if paths else None
+    if not paths:
+        return None
+    return _looked_up(paths)
 
 
 def _paths_of(data: object) -> Iterator[str]:
@@ -45,7 +47,8 @@ def _paths_of(data: object) -> Iterator[str]:
         elif reader == "shards":
             yield from _shards(argument.replace("{split}", data.val_split))
     elif isinstance(data, PairsConfig):
-        for pattern in [data.val] if isinstance(data.val, str) else data.val:
+        patterns = [data.val] if isinstance(data.val, str) else data.val
+        for pattern in patterns:
             yield from _shards(pattern)
     elif isinstance(data, TextConfig) and data.source != "python":
         yield from sorted(glob.glob(data.source, recursive=True))
@@ -64,12 +67,15 @@ def _looked_up(paths: Sequence[str]) -> str:
     number = 0
     for path in paths:
         for file in _files_below(path):
-            # Relative to a folder, which may be moved.
-            name = os.path.relpath(file, path) if file != path else os.path.basename(file)
+            name = os.path.basename(file)
+            if file != path:
+                # Relative to a folder, which may be moved.
+                name = os.path.relpath(file, path)
             with suppress(OSError):
                 names.update(f"{name} {os.path.getsize(file)}\n".encode(errors="surrogateescape"))
                 number += 1
-    return f"{number:,} {'file' if number == 1 else 'files'}, {names.hexdigest()[:8]}"
+    noun = "file" if number == 1 else "files"
+    return f"{number:,} {noun}, {names.hexdigest()[:8]}"
 
 
 def _files_below(path: str) -> list[str]:

@@ -129,8 +129,10 @@ def match_classes(own: Classes, found: Collection[str], model: ModelClasses | No
 
 def some_names(names: list[str], shown: int = 5) -> str:
     """Return the first of some names, and how many more there are."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{', '.join(names[:shown])}{more}"
+    first = ", ".join(names[:shown])
+    if len(names) <= shown:
+        return first
+    return f"{first} and {len(names) - shown} more"
 
 
 def read_classes(path: str | Path) -> dict[str, int]:
@@ -147,7 +149,9 @@ def read_classes(path: str | Path) -> dict[str, int]:
         content: Any = parse_json(path.read_bytes(), str(path))
     else:
         text = read_text(path).rstrip()
-        content = [line.strip() for line in text.split("\n")] if text else []
+        content = []
+        if text:
+            content = [line.strip() for line in text.split("\n")]
         if "" in content:
             raise ValueError(f"{str(path)!r} names no class in line {content.index('') + 1}: remove the blank line")
     if isinstance(content, list) and all(isinstance(name, str) for name in content):
@@ -156,7 +160,9 @@ def read_classes(path: str | Path) -> dict[str, int]:
             raise ValueError(f"{str(path)!r} names the class {twice!r} twice")
         content = {name: number for number, name in enumerate(content)}
     # A boolean is an integer to Python, and none to whoever numbers classes.
-    is_numbered = isinstance(content, dict) and all(type(number) is int and number >= 0 for number in content.values())
+    is_numbered = False
+    if isinstance(content, dict):
+        is_numbered = all(type(number) is int and number >= 0 for number in content.values())
     if not content or not is_numbered:
         raise ValueError(f"{str(path)!r} must name classes: a list of names, or their numbers from 0 by name")
     return content
@@ -176,12 +182,15 @@ def class_number(value: object, names: Mapping[str, int] | None = None) -> int:
     if isinstance(value, str) and names is not None and value in names:
         return names[value]
     # Booleans and NumPy's numbers are numbers as well; 3.0 is a class and 3.5 is none.
-    number = float(value) if isinstance(value, numbers.Real) else -1.0
-    if number >= 0 and number.is_integer():
-        return int(number)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        if number >= 0 and number.is_integer():
+            return int(number)
     if isinstance(value, str) and names is not None:
         raise ValueError(f"{brief(value)} is not the name of a class; known are {some_names(list(names))}")
-    reason = ", which marks samples without a label" if value == -1 else ""
+    reason = ""
+    if value == -1:
+        reason = ", which marks samples without a label"
     raise ValueError(f"{brief(value)} is no class{reason}; classes are numbers from 0")
 
 

@@ -98,7 +98,9 @@ def image_stream(
     """
     report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
     training = seed is not None
-    split, limit = (config.train_split, config.train_limit) if training else (config.val_split, config.val_limit)
+    split, limit = config.val_split, config.val_limit
+    if training:
+        split, limit = config.train_split, config.train_limit
     if model is None and config.classes is not None:
         model = ModelClasses(read_classes(config.classes), config.classes)
     # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
@@ -122,8 +124,10 @@ def image_stream(
             classes = complete.classes
         if rank == 0 and isinstance(complete, (FolderSource, MapSource)) and complete.left_out:
             warn_once(complete.left_out)
-        # Spread over the classes: the first samples of a folder are often of one class.
-        source = complete if limit is None else Subset(complete, spread(complete.labels(), limit))
+        source = complete
+        if limit is not None:
+            # Spread over the classes: the first samples of a folder are often of one class.
+            source = Subset(complete, spread(complete.labels(), limit))
 
     if rank == 0 and (not training or config.augment is None):
         _warn_of_cropping(config, source)
@@ -301,7 +305,9 @@ def pairs_stream(
     """
     shards = config.val if seed is None else config.train
     report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
-    pattern = locate("scenes", shards, config.root) if isinstance(shards, str) else shards
+    pattern = shards
+    if isinstance(shards, str):
+        pattern = locate("scenes", shards, config.root)
     # The shards of an embedded set keep their indices beside them.
     cache = config.root if pattern == shards else None
     source: ImageSource
@@ -356,7 +362,9 @@ def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, worl
         >>> tokens.shape, bool((tokens[:, 1:] == following[:, :-1]).all())
         (torch.Size([4, 16]), True)
     """
-    split, limit = (config.val_split, config.val_limit) if seed is None else (config.train_split, None)
+    split, limit = config.train_split, None
+    if seed is None:
+        split, limit = config.val_split, config.val_limit
     reader = TextReader(read_corpus(config.source, split), config.length, limit)
     return BatchStream(reader, CorruptReport("raise"), config, rank, world, seed, f"data.source={config.source!r}")
 
@@ -388,7 +396,9 @@ class TextReader:
         self.length = length
         # Minus one: the last window needs a next byte, too.
         windows = (len(text) - 1) // length
-        used = windows if limit is None else min(limit, windows)
+        used = windows
+        if limit is not None:
+            used = min(limit, windows)
         # Integer positions spread over all windows; the first is kept, whatever the limit.
         self.starts = np.arange(used, dtype=np.int64) * windows // max(used, 1) * length
 

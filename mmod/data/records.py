@@ -125,7 +125,9 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
 
 def _turns(record: object) -> list[Any]:
     """Return the messages of a record as they are."""
-    _, messages = _only(record, _TURNS) if isinstance(record, Mapping) else ("", None)
+    messages = None
+    if isinstance(record, Mapping):
+        _, messages = _only(record, _TURNS)
     if not isinstance(messages, list):
         raise ValueError(f"no list of {' or '.join(_TURNS)}")
     return messages
@@ -136,17 +138,23 @@ def _only(record: Mapping[str, object], keys: Sequence[str], empty: Sequence[obj
     present = [key for key in keys if record.get(key) not in empty]
     if len(present) > 1:
         raise ValueError(f"has both {' and '.join(map(repr, present))}")
-    return (present[0], record[present[0]]) if present else ("", None)
+    if not present:
+        return "", None
+    key = present[0]
+    return key, record[key]
 
 
 def _check_message(index: int, said: object) -> Message:
     name = None
-    content = None
+    text = None
     if isinstance(said, Mapping):
-        names = ("from", "value") if "from" in said else ("role", "content")
-        name, content = map(said.get, names)
-    # Newer formats split a message into parts; joined, they are the text of older ones.
-    text = "".join(_part_text(index, part) for part in content) if isinstance(content, list) else content
+        if "from" in said:
+            name, text = said["from"], said.get("value")
+        else:
+            name, text = said.get("role"), said.get("content")
+    if isinstance(text, list):
+        # Newer formats split a message into parts; joined, they are the text of older ones.
+        text = "".join(_part_text(index, part) for part in text)
     if not isinstance(said, Mapping) or not isinstance(text, str):
         raise ValueError(f"message {index} is not of the form {{from, value}} or {{role, content}}")
     if not isinstance(name, str) or name not in ROLES:
@@ -201,9 +209,11 @@ def _check_media(record: Mapping[str, object], messages: list[Message], has_imag
 def image_names(record: Mapping[str, object]) -> list[str]:
     """Return the image paths of a record, in order; raise a ValueError if `image` or `images` holds anything else."""
     key, value = _only(record, _IMAGES, empty=(None, "", []))
-    names = [value] if isinstance(value, str) else value
+    names = value
     if not key:
         names = []
+    elif isinstance(value, str):
+        names = [value]
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"`{key}` must be a path or a list of paths, got {brief(value)}")
     inside = [_part_name(part) for part in chain.from_iterable(map(_image_parts, _turns(record)))]
@@ -215,9 +225,12 @@ def image_names(record: Mapping[str, object]) -> list[str]:
 
 
 def _image_parts(said: object) -> list[Mapping[str, Any]]:
-    content = said.get("content") if isinstance(said, Mapping) else None
-    parts = content if isinstance(content, list) else []
-    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+    if not isinstance(said, Mapping):
+        return []
+    content = said.get("content")
+    if not isinstance(content, list):
+        return []
+    return [part for part in content if isinstance(part, Mapping) and part.get("type") == "image"]
 
 
 def _part_name(part: Mapping[str, object]) -> str | None:

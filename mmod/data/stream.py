@@ -83,7 +83,8 @@ class ImageReader:
     def decode(self, index: int, faults: list[Fault]) -> tuple[Image, Target] | None:
         """Return the image of a sample and its class or caption; None if it cannot be read, with the fault added."""
         # The next samples in order stand in for an unreadable one.
-        for attempt in range(len(self) if self.replace else 1):
+        attempts = len(self) if self.replace else 1
+        for attempt in range(attempts):
             # Within the epoch, for sources that have other indices in each.
             position = index % len(self)
             candidate = index - position + (position + attempt) % len(self)
@@ -189,9 +190,13 @@ class BatchStream:
         self.batch_size = config.batch_size
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank={self.rank} must lie in [0, world={self.world})")
-        needed = "one" if seed is None else f"one batch of batch_size={self.batch_size}"
+        needed = "one"
+        least = 1
+        if seed is not None:
+            needed = f"one batch of batch_size={self.batch_size}"
+            least = self.batch_size
         # Every process must have a batch; a process without one would leave the others waiting.
-        if len(reader) < self.world * (1 if seed is None else self.batch_size):
+        if len(reader) < self.world * least:
             raise ValueError(f"{name} has {len(reader)} samples, fewer than {needed} on each of {self.world} processes")
         self.reader = reader
         self.report = report

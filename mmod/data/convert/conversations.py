@@ -71,7 +71,7 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
         records,
         len(records),
         lambda number, record: _check(record, files),
-        lambda record: str(record.get("id", "")) if isinstance(record, Mapping) else "",
+        _id_of,
         shards=config.shards,
         progress=progress,
     )
@@ -79,11 +79,17 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
     # By their number, because records need not have an id of their own.
     valid = [record for number, record in enumerate(records) if number not in invalid]
     images = Counter(len(image_names(record)) for record in valid)
-    report = publish(
-        config, len(valid), dropped, records_by_images={str(count): images[count] for count in sorted(images)}
-    )
+    records_by_images = {str(count): images[count] for count in sorted(images)}
+    report = publish(config, len(valid), dropped, records_by_images=records_by_images)
     write_atomically(Path(config.output) / CHECKED, json.dumps(valid, ensure_ascii=False) + "\n")
     return report
+
+
+def _id_of(record: Any) -> str:
+    """Return the name of a record in the report; empty for what is no record."""
+    if not isinstance(record, Mapping):
+        return ""
+    return str(record.get("id", ""))
 
 
 def _check(record: Any, files: ImageFiles) -> dict[str, bytes]:

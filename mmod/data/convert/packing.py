@@ -107,7 +107,8 @@ def pack_shards(
             outcomes = _outcomes(entries, convert, pool, bar, 16 * config.threads)
             samples = 0
             dropped = []
-            with open_shard(folder / f".{number}.tar") if shards else nullcontext() as writer:
+            opened = open_shard(folder / f".{number}.tar") if shards else nullcontext()
+            with opened as writer:
                 for index, item, outcome in outcomes:
                     if isinstance(outcome, UnusableError):
                         dropped.append([index, label(item), outcome.reason, outcome.details])
@@ -117,7 +118,8 @@ def pack_shards(
                         writer.write({"__key__": f"{number}{index - first:05d}", **outcome})
             # Written last: the statistics mark the shard as complete.
             write_json(folder / f"{number}{_STATS}", {"samples": samples, "dropped": dropped})
-    stats = {path.name.removesuffix(_STATS): read_json_object(path) for path in sorted(folder.glob(f"*{_STATS}"))}
+    paths = sorted(folder.glob(f"*{_STATS}"))
+    stats = {path.name.removesuffix(_STATS): read_json_object(path) for path in paths}
     counts = {number: shard["samples"] for number, shard in stats.items()}
     return counts, list(chain.from_iterable(shard["dropped"] for shard in stats.values()))
 

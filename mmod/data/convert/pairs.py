@@ -96,13 +96,20 @@ def convert_pairs(config: PairsConversion, progress: bool = True) -> dict[str, o
         read_rows(config),
         total,
         lambda number, row: _convert(number, row, config, files),
-        lambda row: row.image if isinstance(row.image, str) else "(bytes)",
+        _image_label,
         progress=progress,
     )
     shards = {f"{number}.tar": samples for number, samples in counts.items()}
     report = publish(config, sum(shards.values()), dropped, shards=shards)
     write_json(Path(config.output) / SIZES, shards)
     return report
+
+
+def _image_label(row: TableRow) -> str:
+    """Return the name of a row's image in the report; a table may hold the image itself."""
+    if isinstance(row.image, str):
+        return row.image
+    return "(bytes)"
 
 
 def _convert(number: int, row: TableRow, config: PairsConversion, files: ImageFiles) -> dict[str, bytes]:
@@ -168,7 +175,9 @@ def _read_csv(config: PairsConversion) -> Iterator[TableRow]:
             for row in reader:
                 # Usually the text after a comma in an unquoted caption.
                 extra = [text for text in row.get(None) or [] if text]
-                fault = f"{extra!r} beyond the last column" if extra else ""
+                fault = ""
+                if extra:
+                    fault = f"{extra!r} beyond the last column"
                 image, caption = row[config.image_column], row[config.caption_column]
                 if delimiter == "\t" and "\t" in f"{image}{caption}":
                     fault = "a quotation mark that is not closed joins it with the next lines"
@@ -197,7 +206,8 @@ def _open_parquet(config: PairsConversion) -> Any:
 
 def _read_coco(config: PairsConversion) -> Iterator[TableRow]:
     content = parse_json(Path(config.source).read_bytes(), repr(config.source))
-    content = content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        content = {}
     images = content.get("images")
     annotations = content.get("annotations")
     if not isinstance(images, list) or not isinstance(annotations, list):
@@ -220,11 +230,10 @@ def _read_coco(config: PairsConversion) -> Iterator[TableRow]:
 def _check_columns(config: PairsConversion, columns: list[str]) -> None:
     for field in ("image_column", "caption_column"):
         name = getattr(config, field)
-        if columns.count(name) != 1:
-            raise ValueError(
-                f"{config.source!r} has {'no' if name not in columns else 'more than one'} column {name!r} ({field}); "
-                f"it has {', '.join(columns)}"
-            )
+        if columns.count(name) == 1:
+            continue
+        number = "more than one" if name in columns else "no"
+        raise ValueError(f"{config.source!r} has {number} column {name!r} ({field}); it has {', '.join(columns)}")
 
 
 CONVERSION = (PairsConversion, convert_pairs)

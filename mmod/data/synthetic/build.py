@@ -87,7 +87,8 @@ class SyntheticSet(Generic[Config, Scene]):
         splits: Sequence[str] = SPLITS,
     ) -> dict[str, Any]:
         """Write the shards of some splits, unless they are there with the same parameters; return the manifest."""
-        config = self.config(config) if isinstance(config, str) else config
+        if isinstance(config, str):
+            config = self.config(config)
         root = Path(root)
         counts = getattr(config, config.counts)
         # Concurrent processes wait for the first one. The folder appears only when its first splits are complete.

@@ -124,8 +124,10 @@ def compose_chats(config: QuestionsConfig, split: str) -> DrawnSamples[Synthetic
             # Evaluations ask each type equally often, training as often as `shares` say.
             return _single(KINDS[index % len(KINDS)], config, painter, rng)
         share = rng.random()
+        if share < config.shares[0]:
+            return _single("two", config, painter, rng, config.turns)
         if share < sum(config.shares):
-            return _single("two" if share < config.shares[0] else "text", config, painter, rng, config.turns)
+            return _single("text", config, painter, rng, config.turns)
         scene = _compose(config, painter, config.digits[0], rng)
         kinds = [question_type for question_type in ONE_IMAGE if len(scene.classes) >= ONE_IMAGE[question_type]]
         chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
@@ -180,9 +182,9 @@ def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.rand
     painter.clutter(canvas, config.large, rng)
     classes = [int(digit) for digit in rng.permutation(10)[:count]]
     chosen = [int(rng.choice(painter.by_class[digit])) for digit in classes]
-    digits = [
-        painter.digit(source, config.small if number else config.large, rng) for number, source in enumerate(chosen)
-    ]
+    # The first is the large one.
+    digits = [painter.digit(source, config.large, rng) for source in chosen[:1]]
+    digits += [painter.digit(source, config.small, rng) for source in chosen[1:]]
     boxes = painter.apart([len(digit) for digit in digits], config.step, rng, _GAP)
     for digit, (left, top, *_) in zip(digits, boxes):
         paste(canvas, digit, left, top)
@@ -198,8 +200,11 @@ def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, obj
         record["image"] = images[0] if len(images) == 1 else images
     messages: list[dict[str, str]] = []
     for number, turn in enumerate(chat.turns):
-        prefix = f"{IMAGE}\n" * len(images) if number == 0 else ""
-        messages += [{"from": "human", "value": prefix + turn.question}, {"from": "gpt", "value": turn.answer}]
+        question = turn.question
+        if number == 0:
+            # The first question names all images.
+            question = f"{IMAGE}\n" * len(images) + question
+        messages += [{"from": "human", "value": question}, {"from": "gpt", "value": turn.answer}]
     record["conversations"] = messages
     return record
 
@@ -219,7 +224,8 @@ def export_questions(
     root: str | Path, config: QuestionsConfig | str = "default", progress: bool = False
 ) -> dict[str, dict[str, object]]:
     """Write LLaVA's files, `SPLIT.json` and a folder `images`; return `samples` and `sha256` of each JSON file."""
-    config = QUESTIONS.config(config) if isinstance(config, str) else config
+    if isinstance(config, str):
+        config = QUESTIONS.config(config)
     files = {}
     # Not durable: flushing many small files one by one would take minutes.
     with replacing(root, shared=True, durable=False) as partial:
@@ -227,9 +233,8 @@ def export_questions(
         for split in SPLITS:
             records = []
             chats = compose_chats(config, split)
-            for index, chat in enumerate(
-                progress_bar(chats, desc=split, total=config.conversations[split], shown=progress)
-            ):
+            bar = progress_bar(chats, desc=split, total=config.conversations[split], shown=progress)
+            for index, chat in enumerate(bar):
                 names = [f"images/{split}-{index:06d}.{number}.png" for number in range(len(chat.scenes))]
                 for name, scene in zip(names, chat.scenes):
                     (partial / name).write_bytes(encode_png(scene.image))

@@ -114,7 +114,8 @@ def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng:
     boxes = []
     for number, (digit_class, size) in enumerate(zip(content.digits, content.sizes)):
         source = int(rng.choice(painter.by_class[digit_class]))
-        digit = painter.digit(source, config.large if size == "large" else config.small, rng)
+        pixels = config.large if size == "large" else config.small
+        digit = painter.digit(source, pixels, rng)
         # Each digit has a half of the canvas: left and right, or above and below.
         if content.relation == "left of":
             left, top, right, bottom = number * half, 0, (number + 1) * half, config.canvas
