@@ -340,11 +340,11 @@ def _release(model: TrainingOnly) -> tuple[Method, ...]:
 def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """Context that gives the modules of a model their classes and attributes back if a change of it fails."""
     names = {module: name for name, module in model.named_modules()}
-    earlier = [(module, type(module), dict(vars(module))) for module in names]
+    earlier = [(module, type(module), vars(module).copy()) for module in names]
     # Tables of submodules and hooks, which stay the same objects: handles of hooks refer to them.
     tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for _, _, attributes in earlier:
-        tables += [(table, dict(table)) for table in attributes.values() if isinstance(table, dict)]
+        tables += [(table, table.copy()) for table in attributes.values() if isinstance(table, dict)]
     try:
         yield
     except BaseException as error:
