@@ -6,7 +6,6 @@ Axes: B images, N tokens, D channels.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -25,6 +24,7 @@ from mmod.blocks import (
     Arguments,
     Segments,
     boundaries_of,
+    copy_modules,
     host_class,
     map_rows,
     parameters_of,
@@ -339,7 +339,7 @@ def copy_with(module: nn.Module, tensors: dict[int, Any]) -> Any:
     Args:
         tensors: What the copy has in the place of tensors, by their ids.
     """
-    clone = copy.deepcopy(module, tensors)
+    clone = copy_modules(module, tensors)
     for inner in clone.modules():
         vars(inner).pop("forward", None)
         for name, hooks in vars(inner).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mmod.adapters.tokens import share_proofs
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.tracing import Trace
-from mmod.blocks import Deciding, deciding_modules
+from mmod.blocks import Deciding, copy_modules, deciding_modules
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Router, Routing
 
@@ -224,7 +223,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
         # The state of a generator, such as that of a moving average, is no tensor of the model.
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, torch.Generator)}
     with _ToMeta():
-        copied = copy.deepcopy(model, memo)
+        copied = copy_modules(model, memo)
     for module, copied_module in zip(model.modules(), copied.modules()):
         # No layer draws or averages in evaluation; `eval()` would take off methods for training alone.
         copied_module.training = False

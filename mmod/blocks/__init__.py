@@ -22,6 +22,7 @@ from mmod.blocks.conversion import (
     Mixin,
     Shell,
     convert,
+    copy_modules,
     host_class,
     host_of,
     is_converted,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Mixin(nn.Module):
@@ -134,6 +138,20 @@ def mixins_of(module: nn.Module) -> Mixins:
 def host_class(module: nn.Module) -> type[nn.Module]:
     """Return the host library's class of a module, converted or not."""
     return host_of(type(module))
+
+
+def copy_modules(model: Model, memo: dict[int, Any]) -> Model:
+    """Return a deep copy of a model.
+
+    Args:
+        memo: What the copy has in the place of objects, by their ids.
+    """
+    # Most of what modules hold are tables of hooks without entries, which `deepcopy` takes apart one by one.
+    for module in model.modules():
+        for table in vars(module).values():
+            if type(table) in (OrderedDict, dict, set) and not table:
+                memo.setdefault(id(table), type(table)())
+    return copy.deepcopy(model, memo)
 
 
 def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
