@@ -105,6 +105,12 @@ def _spread_order(tokens: int, prefix: int) -> tuple[Tensor, Tensor]:
 
 
 @_made_once
+def _numbers(slots: int) -> Tensor:
+    """Return the number of each slot (slots)."""
+    return torch.arange(slots, device="cpu")
+
+
+@_made_once
 def _hide_later(rows: int) -> Tensor:
     """Return what pushes the cosine to a row itself and to later rows below -1 (rows, rows)."""
     return torch.full((rows, rows), -4.0, device="cpu").triu()
@@ -200,16 +206,11 @@ def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Ten
     return torch.where(held_BN >= 0, held_BN, torch.cat(nearest).view(images, tokens))
 
 
-def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
+def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int, other_BR: Tensor) -> Tensor:
     """Only rows that are not kept are compared with the kept ones."""
     images, tokens, _ = unit_BNE.shape
     slots = row_BK.shape[1]
-    # Slots by row; rows without a slot keep -1 until the end.
-    slot_BK = torch.arange(slots).expand(images, -1)
-    slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, slot_BK)
-    # All images keep equally many rows, so the remaining ones fill a rectangle.
-    other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)
-    other_BRE = take_rows(unit_BNE, row_BK, row_T=other_T)
+    other_BRE = take_rows(unit_BNE, other_BR)
     kept_BEK = take_rows(unit_BNE, row_BK[:, prefix:]).transpose(1, 2)
     tile = tiles.tile_size(1, tokens - slots, slots, tiles.CHUNK_ELEMENTS)
     nearest = []
@@ -217,8 +218,8 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
         for part in _parts(others, tile.queries, dim=1):
             nearest.append(torch.bmm(part, kept).max(dim=-1).indices.flatten())
     nearest_T = nearest[0] if len(nearest) == 1 else torch.cat(nearest)
-    slot_BN.view(-1).index_copy_(0, other_T, nearest_T.add_(prefix))
-    return slot_BN
+    slot_BN = row_BK.new_empty(images, tokens).scatter_(1, row_BK, _numbers(slots).expand_as(row_BK))
+    return slot_BN.scatter_(1, other_BR, nearest_T.add_(prefix).view_as(other_BR))
 
 
 _unit_by_kernel = kernel_op(
@@ -241,7 +242,12 @@ _nearest_op = kernel_op(
 
 
 def _nearest_by_kernel(
-    unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
+    unit_BNE: Tensor,
+    row_BK: Tensor,
+    prefix: int = 0,
+    valid_BK: Tensor | None = None,
+    real_BN: Tensor | None = None,
+    other_BR: Tensor | None = None,
 ) -> Tensor:
     slot_BN = _nearest_op(unit_BNE, row_BK, prefix, valid_BK)
     # After the kernel, which knows nothing of real rows: padding joins no slot.
@@ -301,7 +307,12 @@ def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None
 
 @op(_kernel(_nearest_by_kernel), how="tiles of rows that are not kept")
 def nearest_rows(
-    unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
+    unit_BNE: Tensor,
+    row_BK: Tensor,
+    prefix: int = 0,
+    valid_BK: Tensor | None = None,
+    real_BN: Tensor | None = None,
+    other_BR: Tensor | None = None,
 ) -> Tensor:
     """Return for every row the slot of the most similar kept row (B, N); a kept row has its own slot.
 
@@ -311,6 +322,7 @@ def nearest_rows(
         prefix: Leading slots that no other row joins.
         valid_BK: False where a slot is empty (B, K), or None.
         real_BN: False where a row is padding, which gets -1 (B, N), or None.
+        other_BR: Rows that no slot holds, if they are known, in any order: on a CPU these alone are compared.
 
     Example:
         >>> unit = unit_rows(torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.8]]]))
@@ -318,8 +330,8 @@ def nearest_rows(
         tensor([[0, 0, 1, 1]])
     """
     with without_autocast(unit_BNE):
-        if valid_BK is None and unit_BNE.is_cpu and _is_eager():
-            slot_BN = _nearest_of_others(unit_BNE, row_BK, prefix)
+        if valid_BK is None and other_BR is not None and unit_BNE.is_cpu and _is_eager():
+            slot_BN = _nearest_of_others(unit_BNE, row_BK, prefix, other_BR)
         else:
             slot_BN = _nearest_of_all(unit_BNE, row_BK, prefix, valid_BK)
     return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)

@@ -29,6 +29,7 @@ class Kept(NamedTuple):
         inverse_BN: Slot of each token, -1 for none (B, N), if the selection computed it, else None.
         idle_BK: True at slots of skipped tokens, which run at gate 0 so that the router learns (B, K); None for none.
         image_S: The kept images, if images are kept or skipped as a whole, else None.
+        order_BN: All tokens, the kept ones first, if the selection was asked for them and sorts (B, N), else None.
     """
 
     index_BK: Tensor
@@ -37,6 +38,7 @@ class Kept(NamedTuple):
     inverse_BN: Tensor | None = None
     idle_BK: Tensor | None = None
     image_S: Tensor | None = None
+    order_BN: Tensor | None = None
 
     def among(self, tokens: int) -> Tensor:
         """Return which of N tokens are kept (B, N)."""
@@ -126,6 +128,7 @@ def _by_kernel(
     *,
     gate: str = "identity",
     scale: float = 1.0,
+    ordered: bool = False,
 ) -> tuple[Kept, Tensor | None]:
     count = kept_count(score_BN.shape[1], capacity, prefix)
     gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
@@ -156,6 +159,7 @@ def select_topk(
     *,
     gate: str = "identity",
     scale: float = 1.0,
+    ordered: bool = False,
 ) -> tuple[Kept, Tensor | None]:
     """Keep the highest scores of every image.
 
@@ -170,6 +174,7 @@ def select_topk(
         protect_BN: True where a token is always kept (B, N), or None for the leading ones.
         gate: How a score weighs its token's update, see `apply_gate`; the gate carries a gradient to the score.
         scale: Factor of the gate.
+        ordered: Return the order of all tokens too, where they are sorted.
 
     Returns:
         The kept tokens, and the weight of each slot's update (B, K), None where it is 1; gates of empty slots have no
@@ -183,7 +188,8 @@ def select_topk(
     count = kept_count(score_BN.shape[1], capacity, prefix)
     valid_BK = None
     ranked_BN = score_BN if valid_BN is None else _rank_last(score_BN, ~valid_BN)
-    index_BK = _best(ranked_BN, count, prefix, protect_BN)
+    order_BN = _rank(ranked_BN, prefix, protect_BN)
+    index_BK = order_BN[:, :count]
     if valid_BN is None:
         # Ascending, so that kept tokens keep their order and neighbours stay neighbours in memory.
         index_BK = torch.sort(index_BK, dim=1).values
@@ -193,7 +199,7 @@ def select_topk(
         count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
         index_BK, valid_BK = ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
     gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
-    return Kept(index_BK, valid_BK), gate_BK
+    return Kept(index_BK, valid_BK, order_BN=order_BN if ordered else None), gate_BK
 
 
 # The definition alone, for callers that know that no kernel may run.
@@ -209,6 +215,7 @@ def select_threshold(
     max_tokens: int | None = None,
     valid_BN: Tensor | None = None,
     protect_BN: Tensor | None = None,
+    ordered: bool = False,
 ) -> Kept:
     """Keep the tokens whose normalised score reaches a threshold.
 
@@ -223,6 +230,7 @@ def select_threshold(
         max_tokens: Keep at most this many, the highest levels first, prefix included.
         valid_BN: False where a token is padding (B, N), or None.
         protect_BN: True where a token is always kept (B, N), or None for the leading ones.
+        ordered: Return the order of all tokens too.
 
     Returns:
         The kept tokens, without the number of valid slots where only the device knows it. K may be 0 where no gradient
@@ -248,11 +256,11 @@ def select_threshold(
     ceiling = None if max_tokens is None else max(max_tokens, prefix)
     count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=ceiling), most_B)
     slots, total = _slots_for_threshold(count_B, tokens, ceiling)
-    index_BK, valid_BK = ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
-    if total == valid_BK.numel():
-        # Every slot is filled, so blocks need neither a mask nor packed rows.
-        return Kept(index_BK, None, total)
-    return Kept(index_BK, valid_BK, total)
+    order_BN = _rank(level_BN, prefix, protect_BN)
+    index_BK, valid_BK = ascending_valid(order_BN[:, :slots], count_B, tokens)
+    # Where every slot is filled, blocks need neither a mask nor packed rows.
+    all_filled = total == valid_BK.numel()
+    return Kept(index_BK, None if all_filled else valid_BK, total, order_BN=order_BN if ordered else None)
 
 
 def _slots_for_threshold(count_B: Tensor, tokens: int, ceiling: int | None) -> tuple[int, int | None]:
@@ -343,11 +351,11 @@ def best_first(score: Tensor, count: int | None = None) -> Tensor:
         >>> best_first(torch.tensor([0.1, 0.9, 0.9, 0.5])).tolist()
         [1, 2, 3, 0]
     """
-    return _best(score, score.shape[-1] if count is None else count, 0, None)
+    return _rank(score, 0, None)[..., :count]
 
 
-def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
-    """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
+def _rank(score_BN: Tensor, prefix: int, protect_BN: Tensor | None) -> Tensor:
+    """Return the prefix and all other tokens, best first (B, N)."""
     # Scores are negated and sorted ascending, because a sort puts NaN last.
     rank_BN = -(score_BN.detach() if score_BN.requires_grad else score_BN)
     if protect_BN is not None:
@@ -359,8 +367,8 @@ def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) 
     if torch.compiler._is_exporting_flag and torch.onnx.is_in_onnx_export():
         # ONNX has no stable sort, but its TopK breaks ties by the lower index.
         rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        return torch.topk(rank_BN, count, dim=-1, largest=False).indices
-    return torch.sort(rank_BN, dim=-1, stable=True).indices[..., :count]
+        return torch.topk(rank_BN, rank_BN.shape[-1], dim=-1, largest=False).indices
+    return torch.sort(rank_BN, dim=-1, stable=True).indices
 
 
 def ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

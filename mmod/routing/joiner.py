@@ -90,17 +90,24 @@ class ToNearest(Joiner):
         unit_BNE: Tensor | None = None,
     ) -> Routing:
         """Return a decision with the most similar kept token of every other one."""
+        kept = routing.kept
+        other_BR = None
+        if kept.order_BN is not None:
+            # Behind the rows, tokens that an earlier decision has dropped.
+            other_BR = kept.order_BN[:, kept.index_BK.shape[1] : rows.shape[1]]
         if earlier is None:
             valid_BN = routing.tokens.valid_BN
-            slot_BN = self._nearest(routing, rows, rule, routing.kept.index_BK, valid_BN, unit_BNE)
+            slot_BN = self._nearest(routing, rows, rule, kept.index_BK, other_BR, valid_BN, unit_BNE)
             return _joined(routing, slot_BN, rule, rows.dtype)
         # Tokens merged into a token that is now dropped move with it to its new group.
         before_BN = earlier.joined.slot_BN
         assert before_BN is not None
         everyone = _joins_all(routing)
         at_BN = before_BN if everyone else before_BN.clamp(min=0)
-        slot_BK = at_BN.gather(1, routing.kept.index_BK)
-        next_BK = self._nearest(routing, rows, rule, slot_BK, earlier.kept.valid_BK, unit_BNE)
+        slot_BK = at_BN.gather(1, kept.index_BK)
+        if other_BR is not None:
+            other_BR = at_BN.gather(1, other_BR)
+        next_BK = self._nearest(routing, rows, rule, slot_BK, other_BR, earlier.kept.valid_BK, unit_BNE)
         if next_BK is None:
             return _joined(routing, before_BN, rule, rows.dtype)
         slot_BN = next_BK.gather(1, at_BN)
@@ -114,6 +121,7 @@ class ToNearest(Joiner):
         rows: Tensor,
         rule: Rule,
         slot_BK: Tensor,
+        other_BR: Tensor | None,
         valid: Tensor | None,
         unit_BNE: Tensor | None,
     ) -> Tensor | None:
@@ -122,7 +130,7 @@ class ToNearest(Joiner):
             return None
         _check_kept(routing, rule, self.prefix)
         unit_BNE = unit_rows(rows, rule.config.router.channels) if unit_BNE is None else unit_BNE
-        return nearest_rows(unit_BNE, slot_BK, self.prefix, routing.kept.valid_BK, valid)
+        return nearest_rows(unit_BNE, slot_BK, self.prefix, routing.kept.valid_BK, valid, other_BR)
 
 
 class ToLeader(Joiner):

@@ -151,7 +151,14 @@ class Router(nn.Module):
             # In every block, so the choice among kernels is skipped where there is none.
             select = select_topk if backend.forced or not score_BN.is_cpu else sort_topk
             kept, gate_BK = select(
-                score_BN, rule.capacity, self.prefix, masks.valid_BN, masks.protect_BN, gate=gate.name, scale=gate.scale
+                score_BN,
+                rule.capacity,
+                self.prefix,
+                masks.valid_BN,
+                masks.protect_BN,
+                gate=gate.name,
+                scale=gate.scale,
+                ordered=joiner is not None,
             )
         else:
             assert isinstance(config.select, Threshold)
@@ -209,6 +216,7 @@ class Router(nn.Module):
             max_tokens=select.max_tokens,
             valid_BN=tokens.valid_BN,
             protect_BN=tokens.protect_BN,
+            ordered=self.joiner is not None,
         )
         if gate.name != "identity":
             gate_BK = apply_gate(score_BN.gather(1, kept.index_BK), gate.name, gate.scale)

@@ -68,6 +68,11 @@ def test_rows_join_the_kept_row_most_like_them(
     x, slots = unit_rows(rows_of(shape)), max(prefix + 1, tokens // 2)
     row, valid = kept_of(shape, slots)
     slot = nearest_rows(x, row, prefix, valid if padded else None)
+    if not padded:
+        # Rows that are known to be in no slot are compared alone, whatever their order.
+        is_other = torch.ones(images, tokens, dtype=torch.bool).scatter(1, row, False)
+        other = is_other.nonzero()[:, 1].view(images, -1).flip(1)
+        assert torch.equal(nearest_rows(x, row, prefix, other_BR=other), slot)
     for image in range(images):
         open_slots = [k for k in range(prefix, slots) if not padded or valid[image, k]]
         alike = x[image].double() @ x[image, row[image, open_slots]].double().T
