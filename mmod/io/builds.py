@@ -16,11 +16,16 @@ def explain_unloaded(error: BaseException) -> str:
     if found is None:
         return ""
     _, _, tag = version("torch").partition("+")
-    index = f" --index-url https://download.pytorch.org/whl/{tag}" if tag else ""
+    advice = "install both with one command, `pip install --force-reinstall torch torchvision`"
+    if tag:
+        index = f"--index-url https://download.pytorch.org/whl/{tag}"
+        advice = (
+            f"install both with one command, `pip install --force-reinstall torch torchvision {index}`, or where that "
+            "index gives another pair, the same without --index-url"
+        )
     return (
         f"torch {version('torch')} and torchvision {version('torchvision')} are of different builds ({found[0]}): "
-        f"install both with one command, `pip install --force-reinstall torch torchvision{index}`"
-        + (", or where that index gives another pair, the same without --index-url" if index else "")
+        f"{advice}"
     )
 
 

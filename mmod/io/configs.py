@@ -32,8 +32,10 @@ def shipped_config(path: str | Path) -> Path | None:
     """Return a shipped config by path or name; None if there is none, a ValueError if there are several."""
     path = Path(path)
     folder = _folder()
-    # The documents call a config by its path in the repository, which an installed package does not have.
-    parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
+    parts = path.parts
+    if parts[:1] == ("configs",):
+        # The documents call a config by its path in the repository, which an installed package does not have.
+        parts = parts[1:]
     if path.is_absolute() or not parts:
         return None
     if folder.joinpath(*parts).is_file():
@@ -41,7 +43,9 @@ def shipped_config(path: str | Path) -> Path | None:
     matches = [name for name in config_names() if tuple(name.split("/"))[-len(parts) :] == parts]
     if len(matches) > 1:
         raise ValueError(f"{str(path)!r} is the name of several configs: {', '.join(matches)}")
-    return folder / f"{matches[0]}.yaml" if matches else None
+    if not matches:
+        return None
+    return folder / f"{matches[0]}.yaml"
 
 
 def existing_config(path: str | Path, noun: str = "config file") -> Path:
@@ -54,7 +58,13 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
     """
     file = find_config(path)
     if not file.is_file():
-        hint = f": it is a folder{_in_folder(file)}" if file.is_dir() else f"; {_near(file)}".rstrip("; ")
+        hint = ""
+        if file.is_dir():
+            hint = f": it is a folder{_in_folder(file)}"
+        else:
+            near = _near(file)
+            if near:
+                hint = f"; {near}"
         raise FileNotFoundError(f"no {noun} at {str(file)!r}{hint}")
     if file.suffix == ".py":
         raise ValueError(
@@ -81,7 +91,9 @@ def _near(file: Path) -> str:
         near = [*similar(name, known), *near]
         if not near:
             return "`mmod configs` lists the known ones"
-    return f"near ones: {', '.join(near[:3])}" if near else ""
+    if not near:
+        return ""
+    return f"near ones: {', '.join(near[:3])}"
 
 
 def _in_folder(folder: Path) -> str:
@@ -111,4 +123,6 @@ def main(arguments: Sequence[str]) -> None:
 def _folder() -> Path:
     """Return the folder of the configs: inside an installed package, or next to it in a repository."""
     inside = _PACKAGE / "configs"
-    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+    if inside.is_dir():
+        return inside
+    return _PACKAGE.parent / "configs"

@@ -30,14 +30,18 @@ def environment(device: str = "cpu") -> dict[str, object]:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def timing_threads() -> int:
     """Return the threads that models are timed on: one, whose time other work hardly changes, or the user's number."""
-    return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 1
+    if not os.environ.get("OMP_NUM_THREADS"):
+        return 1
+    return torch.get_num_threads()
 
 
 @contextmanager

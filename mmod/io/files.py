@@ -101,8 +101,9 @@ def open_rows(path: str | Path, newline: str | None = None) -> TextIO:
 def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any:
     """Parse JSON, bytes as `decode_text` decodes them; of duplicate keys the last wins if they are allowed."""
     text = data if isinstance(data, str) else decode_text(data, name)
+    hook = _object if unique_keys else None
     try:
-        return json.loads(text, object_pairs_hook=_object if unique_keys else None)
+        return json.loads(text, object_pairs_hook=hook)
     except DuplicateKeyError as error:
         raise DuplicateKeyError(f"{name}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -197,7 +198,9 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
             raise
         if kept is None and os.path.exists(target):
             kept = target
-        remains = "nothing was written" if kept is None else f"{str(kept)!r} is kept as it was"
+        remains = "nothing was written"
+        if kept is not None:
+            remains = f"{str(kept)!r} is kept as it was"
         raise UnwrittenError(
             f"{str(target)!r} could not be written: {reason}, {remains}; {remedy} and start again"
         ) from error

@@ -95,7 +95,7 @@ class Runner:
         # Spawned: a forked process of a program that has used torch's threads may hang.
         context = multiprocessing.get_context("spawn")
         reports: SimpleQueue[_Report] = context.SimpleQueue()
-        before = multiprocessing.active_children()
+        before = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
 
         running: dict[Future[Result], int] = {}
@@ -113,7 +113,8 @@ class Runner:
                     done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
                     self._read_reports(reports, bar)
                     if stop.number:
-                        self._pass_on(stop.number, pool, set(multiprocessing.active_children()) - set(before))
+                        workers = set(multiprocessing.active_children()) - before
+                        self._pass_on(stop.number, pool, workers)
                     for future in done:
                         index = running.pop(future)
                         unfinished.remove((jobs[index].name, jobs[index].seed))
@@ -123,7 +124,7 @@ class Runner:
         except BaseException:
             # Jobs can be resumed, so the others are not waited for.
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(multiprocessing.active_children()) - set(before):
+            for process in set(multiprocessing.active_children()) - before:
                 process.terminate()
             raise
         pool.shutdown()

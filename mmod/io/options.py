@@ -55,11 +55,15 @@ def _with_option(
     fields: Mapping[str, object], keys: Sequence[str], text: str, config_class: type | None
 ) -> dict[str, Any]:
     name, *inner = keys
-    hint = Any if config_class is None else typing.get_type_hints(config_class).get(name, Any)
+    hint = Any
+    if config_class is not None:
+        hint = typing.get_type_hints(config_class).get(name, Any)
     group = dataclass_in(hint)
     old = fields.get(name)
     if inner:
-        inner_fields: Mapping[str, object] = old if isinstance(old, Mapping) else {}
+        inner_fields: Mapping[str, object] = {}
+        if isinstance(old, Mapping):
+            inner_fields = old
         if name == DENSE_KEY:
             if inner == [BASE_KEY] and inner_fields.get(BASE_KEY) != text:
                 # Another config takes the place of the old one, whose keys are not its own.
@@ -87,7 +91,9 @@ def add_fields(parser: argparse.ArgumentParser, config_class: type) -> None:
     meanings = field_meanings(config_class)
     for item in dataclasses.fields(config_class):
         name = item.name if item.name in required else f"--{item.name}"
-        parser.add_argument(name, default=argparse.SUPPRESS, help=meanings.get(item.name, "").replace("%", "%%"))
+        # argparse formats its texts.
+        text = meanings.get(item.name, "").replace("%", "%%")
+        parser.add_argument(name, default=argparse.SUPPRESS, help=text)
 
 
 def field_meanings(config_class: type) -> dict[str, str]:

@@ -11,12 +11,16 @@ Value = TypeVar("Value")
 
 def process_rank() -> int:
     """Return the number of this process, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    if not dist.is_initialized():
+        return 0
+    return dist.get_rank()
 
 
 def process_count() -> int:
     """Return the number of processes that train together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    if not dist.is_initialized():
+        return 1
+    return dist.get_world_size()
 
 
 def gathered(value: Value) -> list[Value]:

@@ -43,7 +43,9 @@ def read_record(folder: str | Path, file: str) -> dict[str, Any] | None:
     if folder.is_file():
         # Raises: a file is in the folder's place.
         make_folder(folder)
-    for path in folder.iterdir() if folder.exists() else ():
+    if not folder.exists():
+        return None
+    for path in folder.iterdir():
         holds_file = not path.is_dir() or any(not child.is_dir() for child in path.rglob("*"))
         if holds_file and not path.name.startswith("."):
             raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
@@ -53,7 +55,9 @@ def read_record(folder: str | Path, file: str) -> dict[str, Any] | None:
 def answered_by(folder: str | Path) -> dict[str, Any] | None:
     """Return the question that the results in a folder answer; None if it is not known."""
     path = Path(folder) / QUESTION
-    return read_json_object(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    return read_json_object(path)
 
 
 def check_same(
@@ -97,7 +101,9 @@ def differences(existing: Mapping[str, object], record: Mapping[str, object], fr
 
 
 def _shown(key: str, values: Mapping[str, object]) -> str:
-    return repr(values[key]) if key in values else "not set"
+    if key not in values:
+        return "not set"
+    return repr(values[key])
 
 
 def _near(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> str:
@@ -105,7 +111,9 @@ def _near(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> 
     if key in before and key in now:
         return ""
     near = similar(key, before.keys() & now.keys(), cutoff=0.9)
-    return f" (is {near[0]} meant?)" if near else ""
+    if not near:
+        return ""
+    return f" (is {near[0]} meant?)"
 
 
 def flatten(tree: Mapping[str, object]) -> dict[str, Any]:

@@ -36,8 +36,10 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the program with code 2."""
+        near = ""
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        near = near_names(unknown[1], self._option_string_actions) if unknown else ""
+        if unknown is not None:
+            near = near_names(unknown[1], self._option_string_actions)
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice is not None:
             near = near_names(choice[1], re.findall(r"[^\s',]+", choice[2]))

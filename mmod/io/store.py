@@ -83,7 +83,9 @@ class Store:
             timed_on: Device on which the result was timed. Versions, machine and threads then join the identity.
         """
         line = self._find(_key(_record_of(identity, timed_on)))
-        return None if line is None else self._value_in(line, as_type)
+        if line is None:
+            return None
+        return self._value_in(line, as_type)
 
     def put(self, identity: Mapping[str, object], value: object, *, timed_on: str | None = None) -> None:
         """Keep the result of an identity in place of an earlier one, see `get`.
@@ -341,8 +343,9 @@ def _packed_array(array: np.ndarray) -> str:
     content = file.getvalue()
     squeezed = zlib.compress(content, 1)
     # Whether it was compressed shows in its first bytes, see `_unpacked`.
-    worthwhile = len(squeezed) < _WORTHWHILE * len(content)
-    return base64.b64encode(squeezed if worthwhile else content).decode()
+    if len(squeezed) < _WORTHWHILE * len(content):
+        content = squeezed
+    return base64.b64encode(content).decode()
 
 
 def _unpacked(value: object) -> Any:
@@ -356,5 +359,7 @@ def _unpacked(value: object) -> Any:
         if not content.startswith(_NPY):
             content = zlib.decompress(content)
         array = np.load(io.BytesIO(content), allow_pickle=False)
-        return array if kind == _ARRAY else torch.from_numpy(array)
+        if kind == _ARRAY:
+            return array
+        return torch.from_numpy(array)
     return {name: _unpacked(item) for name, item in value.items()}

@@ -29,7 +29,9 @@ class MarkdownTable(NamedTuple):
     def __str__(self) -> str:
         header, *rows = self.rows
         table = markdown_table(header, rows)
-        return f"{table}\n\n{self.caption}" if self.caption else table
+        if not self.caption:
+            return table
+        return f"{table}\n\n{self.caption}"
 
 
 def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, object]], caption: str = "") -> MarkdownTable:
@@ -75,7 +77,9 @@ def fitted(part: str | MarkdownTable) -> str:
             count -= 1
         texts.append(_aligned([first, *columns[:count]]))
         columns = columns[count:]
-    return "\n\n".join([*texts, fitted(part.caption)] if part.caption else texts)
+    if part.caption:
+        texts.append(fitted(part.caption))
+    return "\n\n".join(texts)
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> str:
@@ -89,11 +93,17 @@ def _cell(row: Mapping[str, object], name: str, form: str) -> str:
         return ""
     if isinstance(value, float) and math.isnan(value):
         return "no samples"
-    # A plain number has no quartiles.
-    number = form.lstrip("±[" if isinstance(value, float) else "±")
+    number = form.lstrip("±")
+    if isinstance(value, float):
+        # A plain number has no quartiles.
+        number = form.lstrip("±[")
     text = format(value, number)
-    std = row.get(f"{name}_std") if form.startswith("±") else None
-    return text if std is None else f"{text} ± {std:{number}}"
+    if not form.startswith("±"):
+        return text
+    std = row.get(f"{name}_std")
+    if std is None:
+        return text
+    return f"{text} ± {std:{number}}"
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
@@ -114,8 +124,9 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     numeric = [all(row[column][:1] in "+-.0123456789" for row in rows) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        columns = zip(cells, widths, numeric)
-        padded = (cell.rjust(width) if is_number else cell.ljust(width) for cell, width, is_number in columns)
+        padded = []
+        for cell, width, is_number in zip(cells, widths, numeric):
+            padded.append(cell.rjust(width) if is_number else cell.ljust(width))
         return f"| {' | '.join(padded)} |"
 
     rule = []

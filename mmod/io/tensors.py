@@ -28,13 +28,14 @@ def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping
 
     path = Path(path)
     stored = unshared({name: value.detach().cpu().contiguous() for name, value in state.items()})
+    metadata = None if header is None else dict(header)
     # safetensors writes under a random name beside its target, which would stay where the process is killed: in a
     # folder, the next writer finds it.
     folder = path.with_name(f".{path.name}.folder")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        save_file(stored, folder / path.name, metadata=None if header is None else dict(header))
+        save_file(stored, folder / path.name, metadata=metadata)
         # Its files are the user's alone; those of others beside it are not.
         os.chmod(folder / path.name, folder.stat().st_mode & 0o666)
         os.replace(folder / path.name, path)

@@ -67,7 +67,9 @@ def parse_yaml(text: str, source: str = "the value") -> Any:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = "" if mark is None else f", line {mark.line + 1}"
+        line = ""
+        if mark is not None:
+            line = f", line {mark.line + 1}"
         raise ValueError(f"{source}{line}: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
