@@ -163,7 +163,8 @@ class Preset(RoutingConfig):
 
     def resolved(self, depth: int | None = None) -> RoutingConfig:
         """Return the routing config for a model of `depth` blocks, with every block written out."""
-        depth = self._known_depth() if depth is None else depth
+        if depth is None:
+            depth = self._known_depth()
         return self.at_depth(depth).resolved(depth)
 
     def replace(self, **changes: Any) -> RoutingConfig:
@@ -175,9 +176,10 @@ class Preset(RoutingConfig):
         """
         parts = revised({name: getattr(self, name) for name in PARTS}, changes)
         former = dict(self.changes)
-        for name in _MEANS if set(_MEANS) & set(changes) else ():
+        if set(_MEANS) & set(changes):
             # A capacity takes the place of a mean, and the other way round.
-            former.pop(name, None)
+            for name in _MEANS:
+                former.pop(name, None)
         return preset(self.preset, **{**former, **{name: parts[name] for name in changes}})
 
     def to_dict(self, complete: bool = False) -> dict[str, Any]:
@@ -191,7 +193,10 @@ class Preset(RoutingConfig):
         for name, value in self.changes.items():
             # A score that JSON cannot hold raises here.
             plain = value.to_dict() if isinstance(value, Score) else spelled(value)
-            values[name] = list(plain) if isinstance(plain, tuple) else plain
+            # JSON has no tuples.
+            if isinstance(plain, tuple):
+                plain = list(plain)
+            values[name] = plain
         return values
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
@@ -233,7 +238,9 @@ def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
             own = preset_arguments(name)
             of_others = set().union(*map(preset_arguments, PRESETS)) - {*own, *ROUTING_FIELDS}
             # Over another config, null leaves out what this preset has no option for, or a second way to say the mean.
-            unset = {*of_others, *(_MEANS if "mean" in own else ())}
+            unset = set(of_others)
+            if "mean" in own:
+                unset.update(_MEANS)
             options = {one: value for one, value in options.items() if value is not None or one not in unset}
             foreign = [option for option in options if option in of_others]
             if foreign:

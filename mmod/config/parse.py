@@ -57,11 +57,13 @@ def parse_config(
     """
     words = [word for word in arguments if word != _PRINT]
     is_printed = len(words) < len(arguments)
+    if is_printed:
+        check = None
     try:
         if {"-h", "--help"} & set(words):
             print(_help(_read_line(words, config_class, start)[0]))
             sys.exit(0)
-        config = read_config(words, config_class, start, None if is_printed else check)
+        config = read_config(words, config_class, start, check)
     except BrokenPipeError:
         # The program that reads the help ended, as `head` does.
         raise
@@ -111,7 +113,9 @@ def read_fields(
 def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Merge the configs of a command line `[CONFIG] [--config CONFIG ...] [--key value ...]`; later ones win."""
     words = list(arguments)
-    first = [words.pop(0)] if words and not words[0].startswith("-") else []
+    first = []
+    if words and not words[0].startswith("-"):
+        first = [words.pop(0)]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=first)
     try:
@@ -119,8 +123,9 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
     except argparse.ArgumentError as error:
         # argparse exits on other errors; this one is raised with a message of its own.
         raise ValueError(str(error)) from error
-    files = map(read_yaml, known.config)
-    return functools.reduce(merged, files) if known.config else None, options
+    if not known.config:
+        return None, options
+    return functools.reduce(merged, map(read_yaml, known.config)), options
 
 
 def named_kind(arguments: Sequence[str]) -> str | None:

@@ -176,8 +176,12 @@ def plain(value: object) -> Any:
     if dataclasses.is_dataclass(value):
         name = getattr(value, "name", None)
         options = _options(value)
-        return options if name is None else {"name": name, **options}
-    return list(value) if isinstance(value, tuple) else value
+        if name is not None:
+            options = {"name": name, **options}
+        return options
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def spelled(value: object) -> Any:
@@ -197,7 +201,9 @@ def spelled(value: object) -> Any:
     name = getattr(value, "name", None)
     if name is None:
         return options
-    return {"name": name, **options} if options else name
+    if not options:
+        return name
+    return {"name": name, **options}
 
 
 Importance = Literal["per_viewer", "mean", "class_token", "last_token", "vision_tower"]
@@ -301,8 +307,8 @@ class Score(Checked, group="router"):
     def make(self, placement: Placement) -> nn.Module | None:
         """Return the module that scores, or None where importance itself is the score.
 
-        The module is called with tokens (B, N, D), with a mask that is False where a token does not count (B, N), or
-        None, and with importance (B, N) where the score reads it. It returns raw fp32 scores (B, N).
+        The module is called with tokens (B, N, D), a mask (B, N) or None, and, where the score reads it, importance
+        (B, N). The mask is False where a token does not count. The module returns raw fp32 scores (B, N).
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
 

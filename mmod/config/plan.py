@@ -92,7 +92,9 @@ class PlannedBlock(NamedTuple):
 def check_context(operator: object, context: object, block: int | None = None) -> None:
     """Raise a ValueError if operator and context, of a block or of all, do not fit."""
     if operator == "mlp" and context == "all":
-        where = "" if block is None else f" for block {block}"
+        where = ""
+        if block is not None:
+            where = f" for block {block}"
         raise ValueError(f"operator='mlp' needs context='kept', got 'all'{where}: attention runs on all tokens anyway")
 
 
@@ -116,6 +118,8 @@ def table_of(rows: Sequence[PlannedBlock]) -> str:
             runs.append([row])
     shown = []
     for first, *more in runs:
-        blocks = f"{first.block}-{more[-1].block}" if more else str(first.block)
+        blocks = str(first.block)
+        if more:
+            blocks += f"-{more[-1].block}"
         shown.append((blocks, f"{first.capacity:g}", first.operator, first.context))
     return markdown_table(_HEADER, shown)

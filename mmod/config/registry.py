@@ -259,8 +259,13 @@ def read_part(field: str, value: object) -> Any:
             return name
     title = f"{field} {value['name']!r}" if "name" in value else field
     valid_options = [item.name for item in dataclasses.fields(cls)]
-    place = next((place_of(name, options[name], {}) for name in options if name not in valid_options), "")
-    elsewhere = f"it belongs to {place}" if place else ""
+    # The first unknown option, which the message names.
+    unknown = next((name for name in options if name not in valid_options), None)
+    elsewhere = ""
+    if unknown is not None:
+        place = place_of(unknown, options[unknown], {})
+        if place:
+            elsewhere = f"it belongs to {place}"
     refuse_unknown(f"option of {title}:", options, valid_options, elsewhere)
     return cls(**options)
 
@@ -290,15 +295,21 @@ def check_options(values: Mapping[str, object], valid: Sequence[str], fields: Ma
 def place_of(option: str, value: object, fields: Mapping[str, object]) -> str:
     """Return the part of a routing that has an option, and how it is passed there; empty if none has it."""
     for field, part in read_parts(fields).items():
-        cls = _PARTS[field].cls if isinstance(part, str) else type(part)
+        if isinstance(part, str):
+            cls = _PARTS[field].cls
+            present = {}
+        else:
+            cls = type(part)
+            present = _named_options(part)
         if option not in _options_of(cls):
             continue
-        present = {} if isinstance(part, str) else _named_options(part)
         if field == "router":
             return _place_in_score(part.name, {**present, option: value})
         return f"{field}, pass {field}={brief({**present, option: value})}"
     others = [name for name in SCORES if option in _options_of(SCORES[name])]
-    return _place_in_score(others[0], {option: value}) if others else ""
+    if not others:
+        return ""
+    return _place_in_score(others[0], {option: value})
 
 
 def _place_in_score(name: str, options: Mapping[str, object]) -> str:
@@ -312,7 +323,9 @@ def _options_of(cls: type[Any]) -> list[str]:
 
 def _named_options(part: object) -> dict[str, object]:
     short = spelled(part)
-    return {"name": short} if isinstance(short, str) else dict(short)
+    if isinstance(short, str):
+        return {"name": short}
+    return dict(short)
 
 
 def read_parts(fields: Mapping[str, object]) -> dict[str, Any]:
@@ -320,6 +333,8 @@ def read_parts(fields: Mapping[str, object]) -> dict[str, Any]:
     router = read_part("router", fields.get("router", "attention"))
     gate = fields.get("gate")
     language = fields.get("language")
+    if language is None:
+        language = {}
     # A score that does not learn gives a gate nothing to learn from.
     if gate is None:
         gate = "tanh" if router.learns else "identity"
@@ -328,7 +343,7 @@ def read_parts(fields: Mapping[str, object]) -> dict[str, Any]:
         "select": read_part("select", fields.get("select", "topk")),
         "gate": read_part("gate", gate),
         "skipped": read_part("skipped", fields.get("skipped", "pass")),
-        "language": read_part("language", {} if language is None else language),
+        "language": read_part("language", language),
     }
 
 
@@ -342,11 +357,14 @@ def revised(fields: Mapping[str, object], changes: Mapping[str, object]) -> dict
     revised_fields = {**fields, **changes}
     for field in PARTS:
         options = changes.get(field)
-        if isinstance(options, Mapping) and "name" not in options:
-            present = read_parts(fields)[field]
-            # A plain name such as "topk" has no options; those of the part that has some replace it.
-            if not isinstance(present, str):
-                name = {"name": present.name} if hasattr(present, "name") else {}
-                options = {**name, **vars(present), **options}
-            revised_fields[field] = read_part(field, options)
+        if not isinstance(options, Mapping) or "name" in options:
+            continue
+        present = read_parts(fields)[field]
+        # A plain name such as "topk" has no options; those of the part that has some replace it.
+        if not isinstance(present, str):
+            options = {**vars(present), **options}
+            # A score's name is its class's, and no option.
+            if hasattr(present, "name"):
+                options = {"name": present.name, **options}
+        revised_fields[field] = read_part(field, options)
     return revised_fields

@@ -143,7 +143,8 @@ class RoutingConfig(Checked):
         depth: int | None = None,
     ) -> None:
         parts = {"router": router, "select": select, "gate": gate, "skipped": skipped, "language": language}
-        losses = {} if losses is None else losses
+        if losses is None:
+            losses = {}
         check_value("losses", losses, Mapping[str, float], "(0, inf)")
         # A frozen dataclass refuses assignments.
         vars(self).update(read_parts(parts), capacity=capacity, context=context, operator=operator, blocks=blocks)
@@ -205,7 +206,9 @@ class RoutingConfig(Checked):
         if not router.learns:
             # A draw of 0 or 1 for a whole image needs no gradient.
             draws_images = gate.name == "step" and router.per_image
-            needs = f"losses {dict(self.losses)}" if self.losses else ""
+            needs = ""
+            if self.losses:
+                needs = f"losses {dict(self.losses)}"
             if gate.name != "identity" and not draws_images:
                 needs = f"gate {gate.name!r}"
             if needs:
@@ -327,16 +330,19 @@ class RoutingConfig(Checked):
         check_blocks(blocks, depth)
         columns = []
         for name in ("capacity", "operator", "context"):
-            value = getattr(self, name)
-            columns.append(value if isinstance(value, tuple) else (value,) * len(blocks))
-            if len(columns[-1]) != len(blocks):
-                raise ValueError(f"{len(blocks)} routed blocks need one {name} or as many, got {len(columns[-1])}")
-        threshold = self.select.threshold if isinstance(self.select, Threshold) else None
-        if isinstance(threshold, tuple) and len(threshold) != len(blocks):
-            raise ValueError(
-                f"select.threshold must be one number, or one for each of the {len(blocks)} routed blocks, got "
-                f"{threshold}"
-            )
+            column = getattr(self, name)
+            if not isinstance(column, tuple):
+                column = (column,) * len(blocks)
+            if len(column) != len(blocks):
+                raise ValueError(f"{len(blocks)} routed blocks need one {name} or as many, got {len(column)}")
+            columns.append(column)
+        if isinstance(self.select, Threshold):
+            threshold = self.select.threshold
+            if isinstance(threshold, tuple) and len(threshold) != len(blocks):
+                raise ValueError(
+                    f"select.threshold must be one number, or one for each of the {len(blocks)} routed blocks, got "
+                    f"{threshold}"
+                )
         rows = tuple(map(PlannedBlock, blocks, *columns))
         for row in rows:
             check_context(row.operator, row.context, row.block)
@@ -372,7 +378,8 @@ class RoutingConfig(Checked):
             |    1-2 |      0.5 | block    | kept    |
             |      3 |     0.25 | block    | kept    |
         """
-        depth = self._known_depth() if depth is None else depth
+        if depth is None:
+            depth = self._known_depth()
         blocks, capacities, operators, contexts = zip(*self._rows_at(depth))
         return self.replace(
             blocks=blocks,
@@ -445,10 +452,14 @@ class RoutingConfig(Checked):
         router = self.router.to_dict()
         if complete:
             return {name: plain(getattr(self, name)) for name in _FIELDS}
-        values = {name: spelled(value) for name, value in self._differing().items()}
+        values: dict[str, Any] = {}
+        for name, value in self._differing().items():
+            short = spelled(value)
+            # JSON has no tuples.
+            values[name] = list(short) if isinstance(short, tuple) else short
         if "router" in values:
             values["router"] = router
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RoutingConfig:
@@ -478,7 +489,9 @@ def _shared_value(values: tuple[str, ...]) -> str | tuple[str, ...]:
 
     Blocks that share one value may pass on the tokens that they keep.
     """
-    return values[0] if len(set(values)) == 1 else values
+    if len(set(values)) > 1:
+        return values
+    return values[0]
 
 
 _FIELDS = tuple(item.name for item in dataclasses.fields(RoutingConfig))
