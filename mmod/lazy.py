@@ -98,7 +98,9 @@ def name_missing_extra() -> Iterator[None]:
         is_known = extra is not None or package in _OTHERS
         if not is_known or not (isinstance(error, ModuleNotFoundError) or _is_folder(package)):
             raise
-        instruction = f"pip install {package}" if extra is None else f'pip install "mmod[{extra}]"'
+        instruction = f"pip install {package}"
+        if extra is not None:
+            instruction = f'pip install "mmod[{extra}]"'
         message = f"this needs the package {package}, which is not installed: {instruction}"
         raise ModuleNotFoundError(message, name=error.name) from None
 

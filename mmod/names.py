@@ -48,7 +48,9 @@ def near_names(name: object, known: Iterable[str], listing: str = "") -> str:
     near = similar(name, known)
     if near:
         return f"near ones: {', '.join(near)}"
-    return f"{listing} lists the known ones" if listing else ""
+    if not listing:
+        return ""
+    return f"{listing} lists the known ones"
 
 
 def valid_names(name: object, valid: Sequence[str], lead: str) -> str:

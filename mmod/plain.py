@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import functools
 import math
 import re
 import types
@@ -77,14 +76,20 @@ def _from_plain(hint: object, value: object, name: str, limit: Limit | None) -> 
         if value is None and type(None) in arguments:
             return None
         # At most one type of a union is a dataclass or a container, so the others leave the value unchanged.
-        return functools.reduce(lambda plain, option: _from_plain(option, plain, name, limit), arguments, value)
+        for option in arguments:
+            value = _from_plain(option, value, name, limit)
+        return value
     if origin in (list, tuple) and isinstance(value, list):
+        types_of_items = arguments[:1] * len(value)
         has_fixed_length = origin is tuple and arguments[-1] is not Ellipsis
-        types_of_items = arguments if has_fixed_length else arguments[:1] * len(value)
+        if has_fixed_length:
+            types_of_items = arguments
         pairs = enumerate(zip(types_of_items, value))
         items = [_from_plain(kind, item, f"{name}[{i}]", limit) for i, (kind, item) in pairs]
         # A list of the wrong length stays a list, which `check_value` refuses.
-        return origin(items) if len(types_of_items) == len(value) else value
+        if len(types_of_items) != len(value):
+            return value
+        return origin(items)
     if origin in (dict, collections.abc.Mapping) and isinstance(value, Mapping):
         return {key: _from_plain(arguments[1], item, f"{name}.{key}", limit) for key, item in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
@@ -97,23 +102,30 @@ def _from_plain(hint: object, value: object, name: str, limit: Limit | None) -> 
 
 def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
     """Return the message for unknown keys of a config: similar ones, also in its groups, and once all valid ones."""
-    prefix = f"{name}." if name else ""
     valid = sorted(hints_of(cls))
+    listed = f"valid keys at the top level: {', '.join(valid)}"
+    prefix = ""
+    if name:
+        listed = f"valid keys in group {name!r}: {', '.join(valid)}"
+        prefix = f"{name}."
     paths = list(_paths_in_groups(cls))
+    named = []
     hints = []
     for key in keys:
+        dotted = f"{prefix}{key}"
+        named.append(repr(dotted))
         near = [path for path in paths if path.rpartition(".")[2] == key] or similar(key, valid)
         hints.append(f"near ones: {', '.join(near)}" if near else "")
-    lead = "valid keys at the top level:"
-    if name:
-        lead = f"valid keys in group {name!r}:"
-    listed = f"{lead} {', '.join(valid)}"
-    if len(keys) == 1:
-        is_long = len(valid) > MANY and hints[0]
-        told = [f"unknown config key {f'{prefix}{keys[0]}'!r}", hints[0], "" if is_long else listed]
-        return "; ".join(filter(None, told))
-    named = [f"{f'{prefix}{key}'!r}" + (f" ({hint})" if hint else "") for key, hint in zip(keys, hints)]
-    return f"unknown config keys {', '.join(named)}; {listed}"
+    if len(keys) > 1:
+        told = [f"{key} ({hint})" if hint else key for key, hint in zip(named, hints)]
+        return f"unknown config keys {', '.join(told)}; {listed}"
+    message = f"unknown config key {named[0]}"
+    if hints[0]:
+        message += f"; {hints[0]}"
+    # Of many keys, all are listed only where none is near.
+    if len(valid) <= MANY or not hints[0]:
+        message += f"; {listed}"
+    return message
 
 
 def _paths_in_groups(cls: object) -> Iterator[str]:

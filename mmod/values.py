@@ -60,9 +60,13 @@ def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str], elsewh
         ValueError: unknown argument learning_rat; near ones: learning_rate
     """
     unknown = sorted(map(str, set(names) - set(valid)))
-    if unknown:
-        told = f"unknown {noun} {', '.join(unknown)}; {valid_names(unknown[0], valid, 'valid ones are')}"
-        raise ValueError(told if similar(unknown[0], valid) or not elsewhere else f"{told}; {elsewhere}")
+    if not unknown:
+        return
+    told = f"unknown {noun} {', '.join(unknown)}; {valid_names(unknown[0], valid, 'valid ones are')}"
+    # A near name is what was meant, wherever else the name may go.
+    if elsewhere and not similar(unknown[0], valid):
+        told += f"; {elsewhere}"
+    raise ValueError(told)
 
 
 def check_distinct(config: object, *names: str) -> None:
@@ -86,9 +90,10 @@ def check_fields(config: object, group: str = "") -> None:
     for name, hint in hints_of(cls).items():
         given = getattr(config, name)
         value = list(given) if isinstance(given, range) else given
+        key = f"{group}.{name}" if group else name
         with mistakes.collected():
-            check_named(cls, name, f"{group}.{name}" if group else name, value)
-            check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, FINITE))
+            check_named(cls, name, key, value)
+            check_value(key, value, hint, limits.get(name, FINITE))
         plain = _builtin(value)
         options = (hint, *typing.get_args(hint))
         # A field's tuple that came from a file is a list.
@@ -163,7 +168,9 @@ def owner_of(field: str, cls: type) -> str:
         derived += relative.__subclasses__()
         if field in inspect.signature(relative).parameters:
             owners.append(relative.__name__)
-    return f"it is a field of {' and '.join(sorted(owners))}" if owners else ""
+    if not owners:
+        return ""
+    return f"it is a field of {' and '.join(sorted(owners))}"
 
 
 def check_value(name: str, value: object, hint: object, limit: Limit | None = FINITE) -> None:
@@ -198,7 +205,7 @@ def _choices(hint: Any, limit: Limit | None) -> list[str]:
         return list(limit)
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
-        return list(filter(lambda option: isinstance(option, str), arguments))
+        return [option for option in arguments if isinstance(option, str)]
     return list(itertools.chain.from_iterable(_choices(option, limit) for option in arguments))
 
 
@@ -235,10 +242,14 @@ def _builtin(value: Any) -> Any:
     if type(value) in (list, tuple):
         items = [_builtin(item) for item in value]
         # The same list if nothing changed, so that callers see by identity whether anything did.
-        return value if all(map(operator.is_, items, value)) else type(value)(items)
+        if all(map(operator.is_, items, value)):
+            return value
+        return type(value)(items)
     if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
         return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value)
 
 
 def check_finite(name: str, values: Tensor) -> None:
@@ -301,9 +312,14 @@ class Mistakes:
         """Raise the only error, or one that tells all; those of a group inside count one by one."""
         if len(self.errors) == 1:
             raise self.errors[0]
-        told = [error.mistakes if isinstance(error, _SeveralError) else [str(error)] for error in self.errors]
-        if told:
-            raise _SeveralError(list(itertools.chain.from_iterable(told)))
+        told: list[str] = []
+        for error in self.errors:
+            if isinstance(error, _SeveralError):
+                told += error.mistakes
+            else:
+                told.append(str(error))
+        if self.errors:
+            raise _SeveralError(told)
 
 
 @functools.cache
@@ -339,26 +355,42 @@ def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | N
         if None in faults:
             return None
         # A value of a valid type that is out of range is told the range, not the types.
-        return ValueError if ValueError in faults else TypeError
+        if ValueError in faults:
+            return ValueError
+        return TypeError
+    if origin in (list, tuple, dict, collections.abc.Mapping):
+        return _fault_within(value, hint, limit)
+    if not _has_type(value, hint):
+        return TypeError
+    if not _is_allowed(value, hint, limit):
+        return ValueError
+    return None
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    """Return whether a value is of a type that is neither a union nor a container; of a set, items are not checked."""
+    origin = typing.get_origin(hint)
     if origin is Literal:
         # True equals 1, and is none.
-        if type(value) not in map(type, arguments):
-            return TypeError
-        return None if value in arguments else ValueError
+        return type(value) in map(type, typing.get_args(hint))
     if hint in (int, float):
         abstract = numbers.Integral if hint is int else numbers.Real
         # `True` is an integer to Python, and no number to a reader of a config.
-        if isinstance(value, bool) or not isinstance(value, abstract):
-            return TypeError
-        return None if _within(value, limit) else ValueError
-    if hint is str and isinstance(limit, tuple) and isinstance(value, str):
-        return None if value in limit else ValueError
-    if origin in (list, tuple, dict, collections.abc.Mapping):
-        return _fault_within(value, hint, limit)
+        return isinstance(value, abstract) and not isinstance(value, bool)
     if origin is collections.abc.Callable:
-        return None if callable(value) else TypeError
-    # Of other containers, such as a set, the items are not checked.
-    return None if isinstance(value, origin or hint) else TypeError
+        return callable(value)
+    return isinstance(value, origin or hint)
+
+
+def _is_allowed(value: object, hint: Any, limit: Limit | None) -> bool:
+    """Return whether a value of the right type is one of its choices, and within its limit."""
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if hint in (int, float):
+        return _within(value, limit)
+    if hint is str and isinstance(limit, tuple):
+        return value in limit
+    return True
 
 
 def _fault_within(value: object, hint: object, limit: Limit | None) -> type[Exception] | None:
@@ -417,7 +449,9 @@ def describe(hint: Any, limit: Limit | None = FINITE) -> str:
         return describe(str, arguments)
     if hint is str and isinstance(limit, tuple):
         choices = ", ".join(map(repr, limit))
-        return f"one of {choices}" if len(limit) > 1 else choices
+        if len(limit) > 1:
+            return f"one of {choices}"
+        return choices
     if hint in (int, float):
         return _describe_number(_NAMES[hint], limit)
     if origin is tuple and arguments[-1] is not Ellipsis:
@@ -441,6 +475,7 @@ def _describe_number(name: str, limit: Limit | None) -> str:
     interval = limit if isinstance(limit, str) else FINITE
     low, high = _bounds(interval)
     if math.isinf(low) and math.isinf(high):
+        # An integer has no infinity.
         return name if name == _NAMES[int] else "a finite number"
     if math.isinf(high):
         bound = "of at least" if interval[0] == "[" else "above"
@@ -465,7 +500,9 @@ def brief(value: object) -> str:
     except ValueError:
         # Python refuses to format integers of more than 4300 digits.
         return f"a {type(value).__name__} too long to be written"
-    return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}..."
+    if len(text) > _LETTERS:
+        text = f"{text[:_LETTERS]}..."
+    return text
 
 
 # Of a value in a message.
