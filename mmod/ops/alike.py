@@ -128,7 +128,9 @@ def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
 
 def _parts(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
     """Split a tensor into parts of at most a size; one that fits is no view of itself, which would take a call."""
-    return (x,) if x.shape[dim] <= size else x.split(size, dim)
+    if x.shape[dim] <= size:
+        return (x,)
+    return x.split(size, dim)
 
 
 def _is_eager() -> bool:
@@ -167,7 +169,8 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     tile = tiles.tile_size(1, tokens, tokens, tiles.CHUNK_ELEMENTS)
     # The fewer rows, the fewer products with later ones: 0.6 to 0.8 of the time at 785 tokens, 0.9 at 197. A tile that
     # saves less than about a million products is not worth its calls.
-    worthwhile = images * tokens * unit_BNE.shape[1] * unit_BNE.shape[2] >> 22
+    products = images * tokens * unit_BNE.shape[1] * unit_BNE.shape[2]
+    worthwhile = products >> 22
     count = max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile))
     height = min(tile.queries, math.ceil(tokens / count))
     for part_BNE, part_BN in zip(_parts(unit_BNE, tile.images), _parts(best_BN, tile.images)):
@@ -179,8 +182,10 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
                 rows = part_BNE[:, start:stop]
                 before = part_BNE[:, :stop]
             alike = torch.bmm(rows, before.transpose(1, 2))
-            # All columns before the tile's own are of earlier rows.
-            among_themselves = alike[..., start:] if start else alike
+            among_themselves = alike
+            if start:
+                # All columns before the tile's own are of earlier rows.
+                among_themselves = alike[..., start:]
             # In place: `alike` is a new tensor, and its diagonal tile a view of it.
             among_themselves.add_(_hide_later(stop - start))
             torch.amax(alike, dim=-1, out=part_BN[:, 1 + start : 1 + stop])
@@ -250,8 +255,10 @@ def _nearest_by_kernel(
     other_BR: Tensor | None = None,
 ) -> Tensor:
     slot_BN = _nearest_op(unit_BNE, row_BK, prefix, valid_BK)
+    if real_BN is None:
+        return slot_BN
     # After the kernel, which knows nothing of real rows: padding joins no slot.
-    return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)
+    return torch.where(real_BN, slot_BN, -1)
 
 
 _kernel = functools.partial(Kernel, how="a kernel", why="not yet measured; reason: products of all pairs stay on chip")
@@ -281,7 +288,10 @@ def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
     dim = x_BND.shape[-1]
     if channels is None or channels > dim:
         channels = dim
-    return _unit_rows(x_BND.detach() if x_BND.requires_grad else x_BND, channels)
+    # A call less where nothing is to be detached.
+    if x_BND.requires_grad:
+        x_BND = x_BND.detach()
+    return _unit_rows(x_BND, channels)
 
 
 @op(_kernel(_redundancy_by_kernel), how="tiles of rows in spread order, each compared with rows before it")
@@ -334,4 +344,6 @@ def nearest_rows(
             slot_BN = _nearest_of_others(unit_BNE, row_BK, prefix, other_BR)
         else:
             slot_BN = _nearest_of_all(unit_BNE, row_BK, prefix, valid_BK)
-    return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)
+    if real_BN is None:
+        return slot_BN
+    return torch.where(real_BN, slot_BN, -1)

@@ -120,7 +120,9 @@ def op(
             # The common case on a CPU, where a small op takes less time than a choice among kernels.
             if not forced and main.is_cpu:
                 return definition(*args, **kwargs)
-            known = {} if facts is None else facts(*args, **kwargs)
+            known: Mapping[str, int] = {}
+            if facts is not None:
+                known = facts(*args, **kwargs)
             kernel = choose(key, main, **known)
             if kernel is None:
                 return definition(*args, **kwargs)
@@ -378,17 +380,23 @@ def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> s
             dtypes = kernel.dtypes if kernel.auto is None else kernel.auto
             if dtypes is not None and dtype not in dtypes:
                 continue
+            why = f"{kernel.how}; {kernel.why}"
             refusal = _machine_refusal(kernel, device, dtype)
-            why = f"{kernel.how}; {kernel.why}" if refusal is None else f"not taken: {refusal}"
+            if refusal is not None:
+                why = f"not taken: {refusal}"
+            where = ""
             conditions = _conditions(kernel)
-            where = f" where {', '.join(conditions)}" if conditions else ""
+            if conditions:
+                where = f" where {', '.join(conditions)}"
             lines.append(f"{name}: {kernel.backend.value}{where} ({why})")
         lines.append(f"{name}: torch ({entry.how})")
     return "\n".join(lines)
 
 
 def _conditions(kernel: Kernel) -> list[str]:
-    conditions = [f"{fact} <= {limit}" if limit else f"no {fact}" for fact, limit in kernel.limits.items()]
+    conditions = []
+    for fact, limit in kernel.limits.items():
+        conditions.append(f"{fact} <= {limit}" if limit else f"no {fact}")
     if kernel.when:
         conditions.append(kernel.where)
     if not kernel.compiled:

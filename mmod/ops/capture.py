@@ -207,7 +207,9 @@ class capture_inputs(AttentionIntercept):
         # The equation of `einsum` is a string, and is left out.
         query, *others = [value for value in args if isinstance(value, Tensor)]
         if result.ndim == 4 and others and query.shape[2] == result.shape[2] == result.shape[3]:
-            self.key = others[0] if func is torch.einsum else others[0].transpose(-2, -1)
+            self.key = others[0]
+            if func is not torch.einsum:
+                self.key = self.key.transpose(-2, -1)
         return result
 
 

@@ -40,8 +40,12 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
 
 def autocasts(tensor: Tensor) -> bool:
     """Return whether autocast is enabled on a tensor's device."""
-    # `device.type` is slow to read, and `is_autocast_enabled` raises for the meta device.
-    return not tensor.is_meta and torch.is_autocast_enabled("cpu" if tensor.is_cpu else tensor.device.type)
+    # `is_autocast_enabled` raises for the meta device, and `device.type` is slow to read.
+    if tensor.is_meta:
+        return False
+    if tensor.is_cpu:
+        return torch.is_autocast_enabled("cpu")
+    return torch.is_autocast_enabled(tensor.device.type)
 
 
 def is_grouped(q: Tensor, k: Tensor) -> bool:

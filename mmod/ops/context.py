@@ -65,7 +65,9 @@ def known_projections(module: nn.Module, names: Iterable[ProjectionName]) -> lis
         # Torch's quantized layers have a method there.
         if not isinstance(weight, Tensor) or weight.ndim != 2:
             continue
-        count = weight.shape[0] if query_features is None else query_features
+        count = query_features
+        if count is None:
+            count = weight.shape[0]
         # One factor of a weight has other features, and quantized weights may have no slices.
         if features is None or (weight.shape[0] == features and _is_plain(weight)):
             projections.append(Projection(weight, count))
@@ -152,9 +154,10 @@ def _slice_of(projection: Projection, queries: bool, input: Tensor, bias: Tensor
         return _zeros(input, weight)
     if wanted.stop - wanted.start == features:
         return F.linear(input, weight, bias)
-    projected = F.linear(input, weight[wanted], None if bias is None else bias[wanted])
-    padding = (wanted.start, features - wanted.stop)
-    return F.pad(projected, padding) if any(padding) else projected
+    if bias is not None:
+        bias = bias[wanted]
+    projected = F.linear(input, weight[wanted], bias)
+    return F.pad(projected, (wanted.start, features - wanted.stop))
 
 
 def _zeros(input: Tensor, weight: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ def alike_below(tolerance: float) -> float:
 
     Differences of normalised pixels are exact to a 64th of a grey level; that equal pixels differ by 0 is exact.
     """
-    return tolerance if tolerance <= 0 else tolerance + 1 / 64
+    if tolerance <= 0:
+        return tolerance
+    return tolerance + 1 / 64
 
 
 def cell_sides(grid: tuple[int, int], cell: int | None) -> tuple[int, int]:
@@ -72,9 +74,10 @@ def find_duplicates(
     """Return which patch stands for each patch of pictures.
 
     Each cell is read by itself, from its first patch on. A patch is compared with the patches that stand for its left,
-    its upper and its upper-left neighbour, and in a video for the patch at its position one frame earlier. It joins the
-    most similar one, the first of equals, if they differ by at most `tolerance`. Otherwise it stands for itself, as the
-    first patch of a cell does, in a video that of the first frame. NaN differs from everything.
+    its upper and its upper-left neighbour. In a video it is also compared with the one that stands for the patch at its
+    position one frame earlier. It joins the most similar one, the first of equals, if they differ by at most
+    `tolerance`. Otherwise it stands for itself, as the first patch of a cell does, in a video that of the first frame.
+    NaN differs from everything.
 
     Patches of a diagonal do not depend on each other, so that one step serves a diagonal of all cells.
 
@@ -174,9 +177,12 @@ def _most_similar(
     pixels_SDHE = pixels_SPHE.index_select(1, patch_D).float()
     joined_SD = stands_SP[:, patch_D]
     least_SD = torch.full(joined_SD.shape, inf, device=joined_SD.device)
-    for back, up, left in _BESIDE if frames == 1 else _BESIDE + _BEFORE:
-        other_SD = stands_SP[:, (patch_D - (back * height + up) * width - left).clamp(min=0)]
-        other_SDHE = pixels_SPHE.flatten(0, 1).index_select(0, (begin_S1 + other_SD).flatten()).view_as(pixels_SDHE)
+    neighbours = _BESIDE if frames == 1 else _BESIDE + _BEFORE
+    for back, up, left in neighbours:
+        distance = (back * height + up) * width + left
+        other_SD = stands_SP[:, (patch_D - distance).clamp(min=0)]
+        row_T = (begin_S1 + other_SD).flatten()
+        other_SDHE = pixels_SPHE.flatten(0, 1).index_select(0, row_T).view_as(pixels_SDHE)
         apart_SDH = (pixels_SDHE - other_SDHE.float()).abs().amax(dim=-1)
         # A patch with NaN is like no other.
         apart_SD = (apart_SDH * levels_H).amax(dim=-1).nan_to_num(nan=inf)

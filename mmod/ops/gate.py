@@ -25,6 +25,7 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
     """
     if gate in ("identity", "step"):
         return None
+    # A scale of 1 takes no operation.
     if gate == "linear":
         return score if scale == 1 else scale * score
     if gate == "sigmoid":

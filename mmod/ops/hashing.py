@@ -50,9 +50,9 @@ def mix(value: Tensor) -> Tensor:
 def random_scores(x_BND: Tensor, salt: Tensor, valid_BN: Tensor | None = None) -> Tensor:
     """Return a random number for every token, uniform in [0, 1).
 
-    It is a hash of the salt, the position, and a coarse fingerprint of the image: the means of eight channels, in steps
-    of at most a quarter of what such a mean varies by. A step is a power of two, so that it does not change with the
-    last bits, in which batch sizes, compilers and devices differ.
+    It is a hash of the salt, the position, and a coarse fingerprint of the image. The fingerprint is the means of eight
+    channels, in steps of at most a quarter of what such a mean varies by. A step is a power of two, so that it does not
+    change with the last bits, in which batch sizes, compilers and devices differ.
 
     Args:
         x_BND: Tokens (B, N, D); they get no gradient.

@@ -57,7 +57,8 @@ def attention_importance(
         >>> attention_importance(q, k)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(q_BHNE.shape[-1])
     _, heads, tokens, _ = q_BHNE.shape
     with torch.no_grad():
         views = None
@@ -113,7 +114,8 @@ def attention_with_importance(
         True
     """
     q_BHNE, k_BHNE, v_BHNE = cast_alike(q_BHNE, k_BHNE, v_BHNE)
-    scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(q_BHNE.shape[-1])
     return _attend(q_BHNE, k_BHNE, v_BHNE, mask, dropout, is_causal, scale, valid_BN, per_viewer)
 
 
@@ -136,17 +138,20 @@ def class_token_importance(
         >>> class_token_importance(q, 5 * q)
         tensor([[0.9933, 0.0067]])
     """
-    scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(q_BHNE.shape[-1])
     # The query is scaled rather than the scores, which are many more.
     score_BH1N = (q_BHNE[:, :, :1] * scale) @ _keys(q_BHNE, k_BHNE).transpose(-2, -1)
     # A softmax in half precision would round small shares to equal ones, and ties go by position.
     score_BH1N = score_BH1N.to(_accumulator(score_BH1N))
     if mask is not None:
-        row = mask[..., :1, :] if mask.ndim > 1 else mask
-        if row.dtype == torch.bool:
-            score_BH1N = score_BH1N.masked_fill(~row, -torch.inf)
+        if mask.ndim > 1:
+            # The row of the first token.
+            mask = mask[..., :1, :]
+        if mask.dtype == torch.bool:
+            score_BH1N = score_BH1N.masked_fill(~mask, -torch.inf)
         else:
-            score_BH1N = score_BH1N + row
+            score_BH1N = score_BH1N + mask
     return score_BH1N.softmax(dim=-1).mean(dim=1)[:, 0]
 
 
@@ -172,8 +177,10 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 def _mean(total_BN: Tensor, heads: int, queries: int, valid_BN: Tensor | None) -> Tensor:
     """Return column sums as a mean over heads and queries."""
-    counted = queries if valid_BN is None else valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
-    return total_BN / (heads * counted)
+    if valid_BN is None:
+        return total_BN / (heads * queries)
+    counted_B1 = valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
+    return total_BN / (heads * counted_B1)
 
 
 def _column_sums(attention: Tensor, views: Views | None) -> Tensor:
@@ -207,7 +214,7 @@ class _Map(NamedTuple):
         """Return the attention that keys receive from one tile of rows, summed (images of the tile, visible keys)."""
         images, heads, queries = tile
         # No query of the tile sees later keys, so that half of a causal map is never computed.
-        keys = slice(queries.stop) if self.is_causal else slice(None)
+        keys = slice(queries.stop if self.is_causal else None)
         query = self.q_BHNE[images, heads, queries] * self.scale
         score = query @ self.k_BHNE[images, heads, keys].transpose(-2, -1)
         score = _masked(score.to(_accumulator(score)), self.mask, self.is_causal, (*tile, keys))
@@ -221,7 +228,9 @@ class _Map(NamedTuple):
 
     def received_by_tiles(self) -> Tensor:
         """Return the attention that keys receive from all rows (B, N)."""
-        elements = tiles.GPU_CHUNK_ELEMENTS if self.q_BHNE.is_cuda else tiles.CHUNK_ELEMENTS
+        elements = tiles.CHUNK_ELEMENTS
+        if self.q_BHNE.is_cuda:
+            elements = tiles.GPU_CHUNK_ELEMENTS
         images, heads, tokens, _ = self.q_BHNE.shape
         total_BN = torch.zeros(images, tokens, dtype=_accumulator(self.q_BHNE), device=self.q_BHNE.device)
         for tile in cut_map(images, heads, tokens, tokens, elements, self.is_causal):
@@ -233,7 +242,10 @@ class _Map(NamedTuple):
 
 def _slice(values: Tensor, slices: tuple[slice, ...]) -> Tensor:
     """Slice the leading axes; an axis of size 1 is broadcast."""
-    return values[tuple(axis if size > 1 else slice(None) for axis, size in zip(slices, values.shape))]
+    axes = []
+    for axis, size in zip(slices, values.shape):
+        axes.append(axis if size > 1 else slice(None))
+    return values[tuple(axes)]
 
 
 def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, slices: tuple[slice, ...]) -> Tensor:
@@ -258,7 +270,9 @@ def _received_by_tiles(
     keys_BHN: Tensor | None,
     viewers_BHN: Tensor | None,
 ) -> Tensor:
-    views = None if keys_BHN is None or viewers_BHN is None else Views(keys_BHN, viewers_BHN)
+    views = None
+    if keys_BHN is not None and viewers_BHN is not None:
+        views = Views(keys_BHN, viewers_BHN)
     attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
     return attention.received_by_tiles()
 
@@ -297,8 +311,10 @@ def _with_kernels(
     from mmod.ops.triton.importance import attend_batch, attend_fused
 
     _, heads, tokens, _ = q_BHNE.shape
-    # A mask of keys is the same for all heads and queries, see `_facts`.
-    visible_BN = None if mask is None else mask[:, 0, 0].expand(q_BHNE.shape[0], -1)
+    visible_BN = None
+    if mask is not None:
+        # A mask of keys is the same for all heads and queries, see `_facts`.
+        visible_BN = mask[:, 0, 0].expand(q_BHNE.shape[0], -1)
     if fused:
         out, lse_BHN = attend_fused(q_BHNE, k_BHNE, v_BHNE, is_causal, scale)
     else:
@@ -350,7 +366,10 @@ def _with_shared_map(
     views = None
     if per_viewer:
         views = count_views(None, is_causal, tokens, None, q_BHNE.device)
-    weight_N = None if views is None else views.keys_BHN[0, 0].to(q_BHNE.dtype)
+    weight_N = None
+    if views is not None:
+        # Without a mask, all images and heads see the same keys.
+        weight_N = views.keys_BHN[0, 0].to(q_BHNE.dtype)
     out, total_BN = attend_and_sum(q_BHNE, _keys(q_BHNE, k_BHNE), _keys(q_BHNE, v_BHNE), is_causal, scale, weight_N)
     if views is not None:
         total_BN = total_BN / views.viewers_BHN[:, 0]

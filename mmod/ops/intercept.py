@@ -32,11 +32,15 @@ def unseen_attention(consequence: str, maps: bool = True) -> RuntimeError:
     """
     current: Any = F.scaled_dot_product_attention
     fused = "scaled_dot_product_attention" if current is SDPA else "torch's own"
-    why = f"it calls neither {fused} nor softmax over (B, H, N, N)" if maps else f"it does not call {fused}"
+    why = f"it does not call {fused}"
+    if maps:
+        why = f"it calls neither {fused} nor softmax over (B, H, N, N)"
     remedy = ""
     if current is not SDPA:
-        # An instance of a class or a partial has no name of its own.
-        named = current if hasattr(current, "__qualname__") else type(current)
+        named = current
+        if not hasattr(current, "__qualname__"):
+            # An instance of a class or a partial has no name of its own.
+            named = type(current)
         why = (
             "torch.nn.functional.scaled_dot_product_attention is replaced in this process by "
             f"{named.__module__}.{named.__qualname__}, and {why}"
@@ -161,7 +165,9 @@ class AttentionIntercept(TorchFunctionMode):
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         call = AttentionCall(*args, **kwargs)
-        return call.run() if self.next_is_cross() else self.attend(call)
+        if self.next_is_cross():
+            return call.run()
+        return self.attend(call)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the result of a call of `scaled_dot_product_attention`."""

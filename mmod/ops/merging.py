@@ -155,9 +155,10 @@ def size_groups(
         (tensor([[2., 1.]]), tensor([[[[0.6931, 0.0000]]]]))
     """
     size_BK = group_sizes(slot_BN, slots, all_join=all_join)
+    # Of an empty slot the logarithm of 1, which is 0.
+    counted_BK = size_BK if all_join else size_BK.clamp(min=1)
     # The logarithm of a size added to a key's score makes it count as so many equal keys.
-    bias_BK = size_BK.log() if all_join else size_BK.clamp(min=1).log()
-    return size_BK, _aligned(bias_BK.to(dtype))
+    return size_BK, _aligned(counted_BK.log().to(dtype))
 
 
 @op(
@@ -189,7 +190,9 @@ def mean_rows(
                  [5.]]])
     """
     images, slots = size_BK.shape
-    rows_BND = x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
+    rows_BND = x_BND
+    if weight_BN is not None:
+        rows_BND = x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
     if not all_join:
         rows_BND = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0)
         # An empty group has a sum of zeros, which no size may divide by 0.
@@ -198,8 +201,11 @@ def mean_rows(
     index = _flat(slot_BN, slots, all_join).unsqueeze(-1).expand(-1, x_BND.shape[2])
     total = x_BND.new_zeros(images * slots, x_BND.shape[2])
     rows = rows_BND.flatten(0, 1)
-    # Transforms have no rule for a tensor that becomes a batch in place.
-    total = total.scatter_add(0, index, rows) if transforming() else total.scatter_add_(0, index, rows)
+    if transforming():
+        # Transforms have no rule for a tensor that becomes a batch in place.
+        total = total.scatter_add(0, index, rows)
+    else:
+        total.scatter_add_(0, index, rows)
     return total.view(images, slots, x_BND.shape[2]).div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
 
 

@@ -56,13 +56,15 @@ def multihead_attention(
     projected = _project(call, query_LBD, key_SBD, value_SBD, in_weight, in_bias)
     query = projected[0]
     images = query.shape[1]
+    by_head = (x.unflatten(-1, (heads, channels // heads)).permute(1, 2, 0, 3) for x in projected)
     attended_BHLE = call(
         F.scaled_dot_product_attention,
-        *(x.unflatten(-1, (heads, channels // heads)).permute(1, 2, 0, 3) for x in projected),
+        *by_head,
         attn_mask=_additive(attn_mask, images, heads, query.dtype),
         dropout_p=dropout if training else 0.0,
     )
-    return call(F.linear, attended_BHLE.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias), None
+    attended_LBD = attended_BHLE.permute(2, 0, 1, 3).flatten(2)
+    return call(F.linear, attended_LBD, out_weight, out_bias), None
 
 
 # `is_causal` is a hint that repeats the mask; averaging concerns the map, which is not returned.
@@ -87,5 +89,7 @@ def _additive(mask: Tensor | None, images: int, heads: int, dtype: torch.dtype) 
         return None
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+    if mask.ndim == 2:
+        return mask
     # Three axes hold batch and heads in one, as torch documents it.
-    return mask if mask.ndim == 2 else mask.unflatten(0, (images, heads))
+    return mask.unflatten(0, (images, heads))

@@ -7,7 +7,7 @@ Axes: B images, K slots per image, T packed rows, H heads, E channels of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -103,7 +103,8 @@ def packed_attention(
         >>> bool(torch.allclose(out[2], v[2], atol=1e-6))
         True
     """
-    scale = 1 / math.sqrt(q_THE.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(q_THE.shape[-1])
     q_THE, k_THE, v_THE = cast_alike(q_THE, k_THE, v_THE)
     return _attend(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)
 
@@ -130,7 +131,9 @@ def _attend_by_image(images: int, bias: Tensor | None, call: AttentionCall) -> T
     # Rows (B, H, K, E) of rows (1, H, B K, E).
     parts = (call.query, call.key, call.value)
     query, key, value = (rows.squeeze(0).unflatten(1, (images, -1)).transpose(0, 1) for rows in parts)
-    mask = call.attn_mask if bias is None else bias
+    mask = bias
+    if mask is None:
+        mask = call.attn_mask
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
     y = call._replace(query=query, key=key, value=value, attn_mask=mask).run()
@@ -176,7 +179,9 @@ def attend_within(packing: Packing, by_length: AttentionIntercept | None = None)
     Args:
         by_length: Attends image by image with a bias of keys, which a packed sequence takes none of; None for no bias.
     """
-    attend = partial(_attend_packed, packing) if by_length is None else by_length.attend
+    attend: Callable[[AttentionCall], Tensor] = partial(_attend_packed, packing)
+    if by_length is not None:
+        attend = by_length.attend
     draw = partial(_draw_by_image, packing)
     unseen = "images in one sequence of packed rows cannot be told apart in it"
     return AttentionIntercept(attend, other=(Tensor.bernoulli_, draw), unseen=unseen)
@@ -235,7 +240,9 @@ def _products(q_THE: Tensor, start: Tensor, longest: int) -> int:
     """Return the FLOPs of one product of all pairs: exact where the lengths are known, else an upper bound."""
     # Subclasses, such as fake tensors, have no values to read.
     known = type(start) is Tensor and start.device.type != "meta"
-    pairs = int(start.diff().square().sum()) if known else int(q_THE.shape[0] * longest)
+    pairs = int(q_THE.shape[0] * longest)
+    if known:
+        pairs = int(start.diff().square().sum())
     return 2 * pairs * q_THE.shape[1] * q_THE.shape[2]
 
 
@@ -273,6 +280,8 @@ def _by_xformers(
 
     # xformers takes no empty sequence.
     mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens([n for n in cu_seqlens.diff().tolist() if n])
+    if is_causal:
+        mask = mask.make_causal()
     group = q_THE.shape[1] // k_THE.shape[1]
     if group > 1:
         k_THE = k_THE.repeat_interleave(group, dim=1)
@@ -281,7 +290,7 @@ def _by_xformers(
         q_THE.unsqueeze(0),
         k_THE.unsqueeze(0),
         v_THE.unsqueeze(0),
-        attn_bias=mask.make_causal() if is_causal else mask,
+        attn_bias=mask,
         scale=scale,
     )
     return out.squeeze(0)
@@ -409,10 +418,13 @@ def _attend(
         run = _padded
         if not torch.compiler.is_compiling():
             images = max(1, cu_seqlens.shape[0] - 1)
-            run = _image_by_image if q_THE.shape[0] >= ROWS_WORTH_A_CALL * images else _padded
+            if q_THE.shape[0] >= ROWS_WORTH_A_CALL * images:
+                run = _image_by_image
     else:
         # The inputs of `varlen_attn`.
         plain = not dropout and not is_grouped(q_THE, k_THE) and q_THE.shape[-1] % 8 == 0
         takes_varlen = q_THE.is_cuda and q_THE.dtype in HALF and plain and not exporting()
-        run = _by_varlen if takes_varlen else _padded
+        run = _padded
+        if takes_varlen:
+            run = _by_varlen
     return run(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)

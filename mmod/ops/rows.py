@@ -55,15 +55,20 @@ def lerp_rows(z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None) -> Tensor:
     if gate_BK is None:
         return y_BKD
     gate_BK1 = gate_BK.unsqueeze(-1)
+    if gate_BK1.dtype != z_BKD.dtype:
+        gate_BK1 = gate_BK1.to(z_BKD.dtype)
     # `lerp` is exact at gate 0 and at gate 1.
-    return torch.lerp(z_BKD, y_BKD, gate_BK1 if gate_BK1.dtype == z_BKD.dtype else gate_BK1.to(z_BKD.dtype))
+    return torch.lerp(z_BKD, y_BKD, gate_BK1)
 
 
 def put_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, row_T: Tensor | None = None) -> Tensor:
     """Scatter rows in torch operations; `row_T` as in `take_rows`."""
-    row_T = batch_rows(x_BND, index_BK) if row_T is None else row_T
     if row_T is None:
-        return torch.scatter(x_BND, 1, index_BK.unsqueeze(-1).expand_as(y_BKD).long(), y_BKD)
+        row_T = batch_rows(x_BND, index_BK)
+    # Graphs, and devices other than a CPU, have none.
+    if row_T is None:
+        element_BKD = index_BK.unsqueeze(-1).expand_as(y_BKD).long()
+        return torch.scatter(x_BND, 1, element_BKD, y_BKD)
     if x_BND.shape[0] == 1:
         return x_BND.index_copy(1, row_T, y_BKD)
     return x_BND.flatten(0, 1).index_copy(0, row_T, y_BKD.flatten(0, 1)).view(x_BND.shape)
@@ -84,7 +89,9 @@ def batch_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor | None:
     if index_BK.shape[0] == 1 and index_BK.dtype == torch.int64:
         return index_BK[0]
     # A view over the batch needs rows side by side.
-    return flat_rows(index_BK, x_BND.shape[1]) if x_BND.is_contiguous() else None
+    if not x_BND.is_contiguous():
+        return None
+    return flat_rows(index_BK, x_BND.shape[1])
 
 
 def flat_rows(index_BK: Tensor, tokens: int) -> Tensor:
@@ -93,7 +100,8 @@ def flat_rows(index_BK: Tensor, tokens: int) -> Tensor:
     if images == 1:
         row_T = index_BK[0]
         return row_T if row_T.dtype == torch.int64 else row_T.long()
-    return (index_BK + torch.arange(0, images * tokens, tokens, device=index_BK.device).unsqueeze(1)).flatten()
+    first_B = torch.arange(0, images * tokens, tokens, device=index_BK.device)
+    return (index_BK + first_B.unsqueeze(1)).flatten()
 
 
 def _empty_like(x: Tensor, *unused: object) -> Tensor:
@@ -113,8 +121,10 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 def _save_for_merge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _x, index, z, y, gate, valid, inverse = inputs
     ctx.dtype = y.dtype
-    # Without a gate the gradient of y is that of its rows, whatever y was.
-    ctx.save_for_backward(index, z, None if gate is None else y, gate, valid, inverse)
+    if gate is None:
+        # The gradient of y is then that of its rows, whatever y was.
+        y = None
+    ctx.save_for_backward(index, z, y, gate, valid, inverse)
 
 
 def _merge_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,8 +140,9 @@ def _merge_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             grad_z, grad_y, grad_gate = _merge_rows_grad(grad, index, z, y, gate, valid)
     elif ctx.needs_input_grad[3]:
         # Updates may be of another dtype than tokens under autocast.
-        rows: Tensor = _gather_rows(grad, index, inverse).to(ctx.dtype)
-        grad_y = rows if valid is None else rows.masked_fill(~valid.unsqueeze(-1), 0.0)
+        grad_y = _gather_rows(grad, index, inverse).to(ctx.dtype)
+        if valid is not None:
+            grad_y = grad_y.masked_fill(~valid.unsqueeze(-1), 0.0)
     return grad_x, None, grad_z, grad_y, grad_gate, None, None
 
 
@@ -218,14 +229,19 @@ def take_rows(x_BND: Tensor, index_BK: Tensor, row_T: Tensor | None = None) -> T
     Args:
         row_T: What `batch_rows` returns for the index, if it is known; the index is not read then.
     """
-    row_T = batch_rows(x_BND, index_BK) if row_T is None else row_T
     if row_T is None:
-        return torch.gather(x_BND, 1, index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long())
+        row_T = batch_rows(x_BND, index_BK)
+    # Graphs, and devices other than a CPU, have none.
+    if row_T is None:
+        element_BKD = index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long()
+        return torch.gather(x_BND, 1, element_BKD)
     images, _, width = x_BND.shape
     if images == 1:
         return x_BND.index_select(1, row_T)
     # Counted, because -1 is ambiguous in a batch without images.
-    slots = row_T.shape[0] // images if images else index_BK.shape[1]
+    slots = index_BK.shape[1]
+    if images:
+        slots = row_T.shape[0] // images
     return x_BND.flatten(0, 1).index_select(0, row_T).view(images, slots, width)
 
 
@@ -292,7 +308,9 @@ def _normed_rows(
     if centred:
         return z_BKD, F.layer_norm(z_BKD, z_BKD.shape[-1:], weight, bias, eps)
     normed_BKD = F.rms_norm(z_BKD, z_BKD.shape[-1:], weight, eps)
-    return z_BKD, normed_BKD if bias is None else normed_BKD + bias
+    if bias is not None:
+        normed_BKD = normed_BKD + bias
+    return z_BKD, normed_BKD
 
 
 def _merge_by_kernel(
@@ -304,8 +322,10 @@ def _merge_by_kernel(
     valid_BK: Tensor | None = None,
     inverse_BN: Tensor | None = None,
 ) -> Tensor:
-    # Without a gate z is not read, so it is not kept for the backward pass either.
-    z = None if gate_BK is None else z_BKD
+    z: Tensor | None = z_BKD
+    if gate_BK is None:
+        # Then z is not read, so it is not kept for the backward pass either.
+        z = None
     return _merge_rows(x_BND, index_BK, z, y_BKD, gate_BK, valid_BK, inverse_BN)
 
 
@@ -342,7 +362,10 @@ def merge_rows(
         >>> merge_rows(x, torch.tensor([[1]]), x[:, 1:2], y, torch.tensor([[0.25]])).flatten().tolist()
         [0.0, 0.25, 0.0]
     """
-    new_BKD = y_BKD.to(x_BND.dtype) if gate_BK is None else lerp_rows(z_BKD, y_BKD, gate_BK)
+    if gate_BK is None:
+        new_BKD = y_BKD.to(x_BND.dtype)
+    else:
+        new_BKD = lerp_rows(z_BKD, y_BKD, gate_BK)
     if valid_BK is not None:
         # An empty slot points at some row of the image, which must get back what it has.
         new_BKD = torch.where(valid_BK.unsqueeze(-1), new_BKD, take_rows(x_BND, index_BK))

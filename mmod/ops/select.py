@@ -42,7 +42,9 @@ class Kept(NamedTuple):
 
     def among(self, tokens: int) -> Tensor:
         """Return which of N tokens are kept (B, N)."""
-        valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
+        valid_BK = self.valid_BK
+        if valid_BK is None:
+            valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool)
         if self.idle_BK is not None:
             valid_BK = valid_BK & ~self.idle_BK
         none_BN = valid_BK.new_zeros(valid_BK.shape[0], tokens)
@@ -83,10 +85,13 @@ def _empty_selection(
     scale: float,
 ) -> tuple[Tensor, ...]:
     shape = (score.shape[0], count)
+    # Empty where there is nothing to tell: an operation returns tensors alone.
+    gate_shape = (0,) if gate == "identity" else shape
+    valid_shape = (0,) if valid is None else shape
     return (
-        score.new_empty((0,) if gate == "identity" else shape),
+        score.new_empty(gate_shape),
         score.new_empty(shape, dtype=torch.int64),
-        score.new_empty((0,) if valid is None else shape, dtype=torch.bool),
+        score.new_empty(valid_shape, dtype=torch.bool),
         score.new_empty(score.shape, dtype=torch.int32),
     )
 
@@ -99,7 +104,10 @@ def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _gate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     score, inverse = ctx.saved_tensors
-    grad = None if ctx.gate == "identity" else _gate_grad(grads[0], score, inverse, ctx.gate, ctx.scale)
+    grad = None
+    if ctx.gate != "identity":
+        grad = _gate_grad(grads[0], score, inverse, ctx.gate, ctx.scale)
+    # One for each argument, of which the score alone has a gradient.
     return grad, *(None,) * 8
 
 
@@ -131,12 +139,17 @@ def _by_kernel(
     ordered: bool = False,
 ) -> tuple[Kept, Tensor | None]:
     count = kept_count(score_BN.shape[1], capacity, prefix)
+    gate_BK: Tensor | None
+    valid_BK: Tensor | None
     gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
         score_BN, count, prefix, valid_BN, protect_BN, capacity.numerator, capacity.denominator, gate, scale
     )
     # The operation always returns four tensors, empty where there is nothing to tell.
-    kept = Kept(index_BK, None if valid_BN is None else valid_BK, inverse_BN=inverse_BN)
-    return kept, None if gate == "identity" else gate_BK
+    if valid_BN is None:
+        valid_BK = None
+    if gate == "identity":
+        gate_BK = None
+    return Kept(index_BK, valid_BK, inverse_BN=inverse_BN), gate_BK
 
 
 @op(
@@ -187,18 +200,21 @@ def select_topk(
     """
     count = kept_count(score_BN.shape[1], capacity, prefix)
     valid_BK = None
-    ranked_BN = score_BN if valid_BN is None else _rank_last(score_BN, ~valid_BN)
-    order_BN = _rank(ranked_BN, prefix, protect_BN)
-    index_BK = order_BN[:, :count]
     if valid_BN is None:
+        order_BN = _rank(score_BN, prefix, protect_BN)
+        index_BK = order_BN[:, :count]
         # Ascending, so that kept tokens keep their order and neighbours stay neighbours in memory.
         index_BK = torch.sort(index_BK, dim=1).values
     else:
+        order_BN = _rank(_rank_last(score_BN, ~valid_BN), prefix, protect_BN)
+        index_BK = order_BN[:, :count]
         # The budget is a share of the real tokens, so that padding changes no decision.
         number_B = valid_BN.sum(dim=1)
         count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
         index_BK, valid_BK = ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
-    gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
+    gate_BK = None
+    if gate != "identity":
+        gate_BK = apply_gate(score_BN.gather(1, index_BK), gate, scale)
     return Kept(index_BK, valid_BK, order_BN=order_BN if ordered else None), gate_BK
 
 
@@ -251,7 +267,10 @@ def select_threshold(
         count_B = (level_BN[:, prefix:] >= threshold).sum(dim=1) + prefix
     else:
         count_B = ((level_BN >= threshold) | protect_BN).sum(dim=1)
-    most_B = torch.full_like(count_B, tokens) if valid_BN is None else valid_BN.sum(dim=1)
+    if valid_BN is None:
+        most_B = torch.full_like(count_B, tokens)
+    else:
+        most_B = valid_BN.sum(dim=1)
     # The prefix always runs, whatever `max_tokens` says.
     ceiling = None if max_tokens is None else max(max_tokens, prefix)
     count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=ceiling), most_B)
@@ -266,7 +285,10 @@ def select_threshold(
 def _slots_for_threshold(count_B: Tensor, tokens: int, ceiling: int | None) -> tuple[int, int | None]:
     """Return the number of slots K for counts of kept tokens, and the number of valid ones if it is read."""
     if ceiling is not None:
-        return min(ceiling, tokens) if isinstance(tokens, int) else cast(int, torch.sym_min(ceiling, tokens)), None
+        # In a graph the number of tokens may be a symbol.
+        if not isinstance(tokens, int):
+            return cast(int, torch.sym_min(ceiling, tokens)), None
+        return min(ceiling, tokens), None
     if exporting():
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
     if cannot_count():
@@ -356,11 +378,14 @@ def best_first(score: Tensor, count: int | None = None) -> Tensor:
 
 def _rank(score_BN: Tensor, prefix: int, protect_BN: Tensor | None) -> Tensor:
     """Return the prefix and all other tokens, best first (B, N)."""
+    if score_BN.requires_grad:
+        score_BN = score_BN.detach()
     # Scores are negated and sorted ascending, because a sort puts NaN last.
-    rank_BN = -(score_BN.detach() if score_BN.requires_grad else score_BN)
+    rank_BN = -score_BN
     if protect_BN is not None:
         # Only what is always kept ranks at minus infinity: before scores that are infinite.
-        rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
+        lowest = torch.finfo(rank_BN.dtype).min
+        rank_BN = rank_BN.clamp(min=lowest).masked_fill(protect_BN, -torch.inf)
     elif prefix:
         rank_BN.narrow(1, 0, prefix).fill_(-torch.inf)
     # The flag that `exporting` reads, without a call: this runs in every block.

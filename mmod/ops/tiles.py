@@ -36,7 +36,9 @@ def tile_size(heads: int, queries: int, keys: int, elements: int, is_causal: boo
 
     The queries of a causal tile are at most `CAUSAL_QUERIES`.
     """
-    rows = min(queries, CAUSAL_QUERIES) if is_causal else queries
+    rows = queries
+    if is_causal:
+        rows = min(queries, CAUSAL_QUERIES)
     sizes = (heads * rows * keys, rows * keys, keys)
     # As many of each as fit; images only if one fits whole, since a tile is a slice of each axis.
     together = [max(1, elements // max(1, size)) for size in sizes]

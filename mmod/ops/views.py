@@ -2,8 +2,8 @@
 
 In causal attention every query sees the first token, and only the last query sees the last one. A query that sees few
 keys gives each of them much attention. A plain column mean therefore ranks tokens by position. The correction weighs
-each query's row by the number of keys it sees, and divides the column sum by the number of queries that see the key:
-uniform attention then gives every token the same importance.
+each query's row by the number of keys it sees, and divides the column sum by the number of queries that see the key.
+Uniform attention then gives every token the same importance.
 Axes: B images, H heads, N tokens.
 """
 

@@ -36,8 +36,10 @@ def attend_rows(
     heads, width = q_THE.shape[1:]
     tile = choose_tiles(width, q_THE.dtype, backward=False)
     blocks = triton.cdiv(longest, tile.queries)
+    programs = 0
     # Without rows there is nothing to launch: an empty grid is skipped.
-    programs = blocks * heads * (start.shape[0] - 1) if out.shape[0] else 0
+    if out.shape[0]:
+        programs = blocks * heads * (start.shape[0] - 1)
     launch(
         forward_kernel,
         (programs,),

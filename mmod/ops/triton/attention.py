@@ -365,6 +365,9 @@ def choose_tiles(width: int, dtype: torch.dtype, backward: bool) -> Tiles:
             return Tiles(queries=32, keys=32, channels=channels, warps=4, stages=1)
         return Tiles(queries=64, keys=32, channels=channels, warps=4, stages=2)
     warps = 8 if wide else 4
+    # A stage is one more tile of what a loop loads, in shared memory.
     if backward:
-        return Tiles(queries=64, keys=64, channels=channels, warps=warps, stages=1 if wide else 2)
-    return Tiles(queries=128, keys=64, channels=channels, warps=warps, stages=2 if wide else 3)
+        stages = 1 if wide else 2
+        return Tiles(queries=64, keys=64, channels=channels, warps=warps, stages=stages)
+    stages = 2 if wide else 3
+    return Tiles(queries=128, keys=64, channels=channels, warps=warps, stages=stages)

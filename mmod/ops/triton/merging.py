@@ -138,13 +138,16 @@ def mean_rows(
     """Compute the mean of each group (B, K, D), or its sum where no size is given."""
     images, tokens, channels = x_BND.shape
     blocks = triton.cdiv(slots, _TILE)
+    # The kernel reads no tensor that is absent, but its argument must be one.
+    size = out if size_BK is None else size_BK.contiguous()
+    weight = out if weight_BN is None else weight_BN.contiguous()
     launch(
         mean_kernel,
         (images * blocks, triton.cdiv(channels, 64)),
         x_BND,
         slot_BN.contiguous(),
-        out if size_BK is None else size_BK.contiguous(),
-        out if weight_BN is None else weight_BN.contiguous(),
+        size,
+        weight,
         out,
         tokens,
         slots,
