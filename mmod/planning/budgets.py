@@ -14,6 +14,8 @@ from mmod.planning.candidate import FIT, Candidate
 _TOLERANCE = 0.03
 # Of models whose budgets no number meets, those that differ less in cost are one.
 _ALIKE = 0.01
+# What is fitted in whole steps: sides of images, and tokens.
+_WHOLE = ("image_size", "size", "r")
 # A fitted share of tokens has three decimals.
 _STEPS = 1000
 # Shares that are equal in these are those of models of one cost.
@@ -58,13 +60,17 @@ def at_budgets(
         return None if own is None or whole is None else own / whole
 
     chosen: list[Candidate] = []
+    stepped = set()
     # Those with a fitted number, by what they have besides it.
     alike: dict[str, list[Candidate]] = {}
     left_out: dict[str, str] = {}
     for candidate in candidates:
         try:
             one = fitted(candidate, share_of, sides, patches)
-            if _fitted_field(candidate) is not None:
+            field = _fitted_field(candidate)
+            if field in _WHOLE:
+                stepped.add(candidate.name)
+            if field is not None:
                 others = alike.setdefault(repr(dataclasses.replace(candidate, name="", budget=None, control=None)), [])
                 one = _nearest_of(one, others, share_of)
                 others.append(one)
@@ -74,7 +80,7 @@ def at_budgets(
                 raise
             # The same for all budgets, mostly.
             left_out[candidate.series] = str(refusal)
-    named, equal = named_by_share(chosen, share_of)
+    named, equal = named_by_share(chosen, share_of, stepped)
     return named, left_out | equal
 
 
@@ -208,50 +214,75 @@ def _with(candidate: Candidate, value: Any) -> Candidate:
     )
 
 
-def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> tuple[list[Candidate], dict[str, str]]:
+def named_by_share(
+    candidates: Sequence[Candidate], share_of: Share, stepped: Collection[str] = ()
+) -> tuple[list[Candidate], dict[str, str]]:
     """Return candidates named by their share of the dense FLOPs where that is more than 3 % off the budget in the name.
 
     Of several that are the same model, such as one size of images for two budgets, one stays.
 
+    Args:
+        stepped: Names of those whose number is a whole one, which are always named by their share: a few sizes serve
+            many budgets, and each has one name in all comparisons of a model.
+
     Returns:
         The candidates, and why others are left out, by the name that they would have.
     """
-    left_out: dict[str, str] = {}
+    # By the names that they come with.
+    named: dict[str, Candidate] = {}
     shares: dict[str, float] = {}
+    equals: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+
+    def equal_of(candidate: Candidate) -> str | None:
+        return next((one.name for one in named.values() if _are_equal(candidate, one)), None)
+
+    def renamed(candidate: Candidate, share: float) -> Candidate:
+        return _renamed(candidate, share, {one.name for one in named.values()})
+
     for candidate in candidates:
         budget = candidate.budget
-        if budget is None or candidate.name != f"{candidate.series}-{budget:g}":
-            continue
-        share = share_of(candidate)
-        if share is not None and abs(share / budget - 1) > _TOLERANCE:
+        share = None
+        if budget is not None and candidate.name == f"{candidate.series}-{budget:g}":
+            share = share_of(candidate)
+        if budget is None or share is None:
+            named[candidate.name] = candidate
+        elif abs(share / budget - 1) > _TOLERANCE:
             shares[candidate.name] = share
-    named = []
-    names: dict[str, str] = {}
-    on_budget = [candidate for candidate in candidates if candidate.name not in shares]
+        elif candidate.name not in stepped:
+            named[candidate.name] = candidate
+        else:
+            equal = equal_of(candidate)
+            if equal is None:
+                named[candidate.name] = renamed(candidate, share)
+            else:
+                equals[candidate.name] = equal
     for candidate in candidates:
         if candidate.name not in shares:
-            named.append(candidate)
             continue
-        equal = next((other for other in (*on_budget, *named) if _are_equal(candidate, other)), None)
+        equal = equal_of(candidate)
         if equal is None:
-            renamed = _renamed(candidate, shares[candidate.name], {one.name for one in (*on_budget, *named)})
-            names[candidate.name] = renamed.name
-            named.append(renamed)
+            named[candidate.name] = renamed(candidate, shares[candidate.name])
         else:
-            # What it is the control of is compared with the same model.
-            names[candidate.name] = equal.name
-            left_out[candidate.name] = f"the nearest model to this budget is {equal.name}, which is there already"
-    return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named], left_out
+            equals[candidate.name] = equal
+            left_out[candidate.name] = f"the nearest model to this budget is {equal}, which is there already"
+    # What a model that is left out was the control of is compared with the same model.
+    names = equals | {name: one.name for name, one in named.items()}
+    in_order = [named[candidate.name] for candidate in candidates if candidate.name in named]
+    return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in in_order], left_out
 
 
 def _renamed(candidate: Candidate, share: float, taken: Collection[str]) -> Candidate:
     """Return a candidate that is named by its share, with as many decimals as tell it from names that are taken."""
     decimals = 2
-    while (name := f"{candidate.series}-{share:.{decimals}f}") in taken:
+    # As a budget is written, without a zero at the end: one model has one name.
+    name = f"{candidate.series}-{round(share, decimals):g}"
+    while name in taken:
         # Models of one cost that are not equal would have one name with any number of decimals.
         if decimals == _DECIMALS:
             return candidate
         decimals += 1
+        name = f"{candidate.series}-{share:.{decimals}f}"
     return dataclasses.replace(candidate, name=name, budget=round(share, decimals))
 
 

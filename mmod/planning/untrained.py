@@ -235,7 +235,7 @@ def _smaller_sides(model: Any) -> list[Candidate]:
         share = (fewer / whole) ** 2
         candidates.append(
             Candidate(
-                f"smaller-image-{share:.2g}",
+                f"{share:.2g} of the patches",
                 image_size=patch * fewer,
                 series="smaller-image",
                 budget=share,

@@ -83,7 +83,7 @@ def test_of_equal_models_of_several_budgets_one_stays_with_its_share() -> None:
         # Of one cost and not equal: one keeps the name of its budget.
         ((0.57, 0.57, 0.57, 0.57), ["small-0.57", "small-0.570", "small-0.5700", "small-0.3"]),
         # Another model has the name.
-        ((0.501, 0.4), ["small-0.50", "small-0.40"]),
+        ((0.501, 0.4), ["small-0.5", "small-0.4"]),
     ],
 )
 def test_models_of_shares_that_round_alike_have_names_of_their_own(shares: tuple[float, ...], names: list[str]) -> None:
@@ -95,6 +95,31 @@ def test_models_of_shares_that_round_alike_have_names_of_their_own(shares: tuple
     named, left_out = named_by_share(smaller, lambda candidate: shares[candidate.image_size // 8 - 1])
     assert [one.name for one in named] == names
     assert not left_out
+
+
+@pytest.mark.parametrize("field", ["image_size", "size", "r"])
+def test_what_has_few_sizes_has_one_name_whatever_budgets_it_comes_by(field: str) -> None:
+    def flops_of(candidate: Candidate) -> float:
+        if candidate.methods:
+            (method,) = candidate.methods
+            return 1 - method["r"] / 17 if field == "r" else (method["size"] / 128) ** 2
+        return 1.0 if candidate.image_size is None else (candidate.image_size / 128) ** 2
+
+    def names_of(*budgets: float) -> list[tuple[str, object]]:
+        options: dict[str, object] = {"methods": ({"kind": "a", field: "fit"},)}
+        if field == "image_size":
+            options = {"image_size": "fit"}
+        series = [Candidate(f"a-{budget:g}", series="a", budget=budget, **options) for budget in budgets]
+        named, _ = at_budgets(series, flops_of, range(16, 128, 16), 16, strict=True)
+        return [(one.name, one.image_size or one.methods[0][field]) for one in named]
+
+    models = {
+        name: number for budgets in ((0.57,), (0.76, 0.56), (0.75, 0.55, 0.4)) for name, number in names_of(*budgets)
+    }
+    assert len(models) == len({*models.values()})
+    for name, number in models.items():
+        share = 1 - number / 17 if field == "r" else (number / 128) ** 2
+        assert name == f"a-{round(share, 2):g}"
 
 
 def test_budgets_below_the_least_cost_of_a_series_have_one_model() -> None:

@@ -382,7 +382,7 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     advice = mmod.advise(models[0], batches[0], at_size=at_size, **options)
     # One of 2 x 2 patches.
     row = next(row for row in advice.rows if row.series == "smaller-image")
-    assert (row.label, row.code) == ("smaller-image-0.25 (4 px)", "")
+    assert (row.label, row.code) == ("0.25 of the patches (4 px)", "")
     assert row.config == 'model: {"image_size": 4}'
     assert row.score.value == pytest.approx(sum(map(sum, alike[1:])) / 6)
     assert 0 < row.score.value < 1
@@ -399,17 +399,17 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     )
     assert advised.best is not None
     assert "```python" not in str(advised)
-    told = 'smaller-image-0.25 (4 px) in a training config:\n\n```yaml\nmodel: {"image_size": 4}\n```'
+    told = '0.25 of the patches (4 px) in a training config:\n\n```yaml\nmodel: {"image_size": 4}\n```'
     assert told in str(advised)
     # Other prompts are not compared.
     refused = mmod.advise(models[0], batches[0], at_size=lambda *_: batches[0][::-1], **options).refused
-    assert refused["smaller-image-0.25"].startswith("images of another size change more of the prompts")
+    assert refused["0.25 of the patches"].startswith("images of another size change more of the prompts")
 
     def failing(model: nn.Module, side: int) -> list[Any]:
         raise IndexError("no grid of this size")
 
     refused = mmod.advise(models[0], batches[0], at_size=failing, **options).refused
-    assert refused["smaller-image-0.25"] == "images of 4 px: no grid of this size"
+    assert refused["0.25 of the patches"] == "images of 4 px: no grid of this size"
     with pytest.raises(ValueError, match="leave it out for images, or candidates"):
         mmod.advise(timm.create_model("test_vit"), [torch.zeros(1, 3, 160, 160)], at_size=at_size)
 
@@ -492,6 +492,6 @@ def test_a_file_of_prompts_gives_a_report(
     main(["advise", str(tmp_path / "llava"), *asked, "--batch_size", "2", "--device", "cpu"])
     shown = capsys.readouterr().out
     assert "as PyramidDrop" in shown
-    assert " smaller-image-0.25 (4 px) " in shown
+    assert " 0.25 of the patches (4 px) " in shown
     assert "2 prompts" in shown
     assert (tmp_path / "advice" / "advice.md").is_file()
