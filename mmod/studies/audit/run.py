@@ -28,15 +28,17 @@ from mmod.audits.run import audit
 from mmod.audits.shifts import SHIFTS
 from mmod.audits.tables import joined
 from mmod.config.parse import read_config
+from mmod.data.fingerprint import data_files
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
 from mmod.io.files import read_json_object, write_atomically, write_json
-from mmod.io.records import record_config
+from mmod.io.records import read_record, record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of
+from mmod.studies.measure import identity_of
 from mmod.training.command import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
@@ -48,6 +50,8 @@ from mmod.values import refuse_unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_CONFIG = "config.json"
+
 
 def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
     """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
@@ -55,7 +59,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     result = folder / "audit.json"
     options = config.audit
     if result.exists():
-        record_config(folder, record_of(config), file="config.json", kind="an audit")
+        _record(folder, config)
         return Audit.from_dict(read_json_object(result)["audit"])
     sets = sets_of(config.kind)
     if options.generation and not sets.writes:
@@ -87,7 +91,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         shifts={name: SHIFTS[name] for name in options.shifts},
     )
     # Once the options are checked, so that a refused audit leaves no folder.
-    record_config(folder, record_of(config), file="config.json", kind="an audit")
+    _record(folder, config)
     batches = read_set(kind, model)
     report = audit(
         model,
@@ -103,6 +107,19 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     # The record holds the result.
     Store(folder / STORE).remove()
     return report
+
+
+def _record(folder: Path, config: RunConfig) -> None:
+    """Record what is audited in a folder; a FolderTakenError if it has the audit of something else."""
+    checksums = identity_of(config)["weights"]
+    weights = {name: " ".join(checksum[:8] for checksum in by_file) for name, by_file in checksums.items()}
+    record = {**record_of(config), "weights": weights, "files": data_files(config.data)}
+    existing = read_record(folder, _CONFIG)
+    if existing is not None:
+        # What older audits did not record is not compared.
+        for name in {"weights", "files"} - existing.keys():
+            del record[name]
+    record_config(folder, record, file=_CONFIG, kind="an audit")
 
 
 def _evaluate(kind: Kind, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from mmod.audits.result import Audit
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
+from mmod.io.records import FolderTakenError
 from mmod.io.store import STORE
 from mmod.studies import commands
 from mmod.studies.audit.config import AUDITS, AuditOptions
@@ -87,6 +89,29 @@ def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Pat
         commands.audit([*arguments, "--audit.draws", "2"])
     with pytest.raises(ValueError, match="methods: "):
         commands.audit([*arguments, "--methods", "[{kind: experts, experts: 2}]"])
+
+
+def test_an_audit_of_other_weights_or_files_is_refused(run: Path, tmp_path: Path) -> None:
+    audited = tmp_path / "run"
+    shutil.copytree(run, audited)
+    arguments = [str(audited), *QUICK, "--audit.maps", "0"]
+    commands.audit(arguments)
+    # As of a run that was audited by a checkpoint, and has gone on.
+    weights = audited / "model" / "model.safetensors"
+    trained = weights.read_bytes()
+    state = {name: value + 1 for name, value in load_file(weights).items()}
+    save_file(state, weights)
+    with pytest.raises(FolderTakenError, match=r"weights\.checkpoint: '\w{8}' there, '\w{8}' now"):
+        commands.audit(arguments)
+    weights.write_bytes(trained)
+    record = audited / "audit" / "config.json"
+    fields = json.loads(record.read_text())
+    record.write_text(json.dumps({**fields, "files": "2 files, 12345678"}))
+    with pytest.raises(FolderTakenError, match="files: '2 files, 12345678' there, None now"):
+        commands.audit(arguments)
+    # One that was written before either was recorded.
+    record.write_text(json.dumps({name: value for name, value in fields.items() if name not in ("weights", "files")}))
+    commands.audit(arguments)
 
 
 def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
