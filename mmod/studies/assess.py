@@ -36,8 +36,8 @@ _DENSE = ", dense"
 def assess(config: RunConfig, *, progress: bool = True) -> Table:
     """Evaluate the model that a run would start from, routed or not, and measure its costs: a comparison of one.
 
-    While it runs, the folder `evaluate` of the config's output keeps what is computed of each batch, and an interrupted
-    evaluation goes on from there. In the end nothing is left of it.
+    While it runs, the folder `.evaluate` of the config's output keeps what is computed of each batch, from which an
+    interrupted evaluation goes on. In the end nothing is left of it.
 
     The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text", "window" or "prompt"; of
     a changed model, "image, dense" and the like are those of the model without its methods.
@@ -65,7 +65,8 @@ def _batches_of(config: RunConfig) -> Iterator[BatchStore]:
     identity = {"work": "evaluated batches", **identity_of(config), "device": device}
     # Evaluations of one run on several sets may go on at once: each has a file of its own.
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    folder = Path(config.output) / "evaluate"
+    # Hidden: what is interrupted there keeps no run out of the folder.
+    folder = Path(config.output) / ".evaluate"
     made = [place for place in folder.parents if not place.exists()]
     store = Store(folder / f"{name[:8]}.jsonl")
     yield BatchStore(store, identity)

@@ -93,7 +93,7 @@ def test_an_evaluation_that_was_killed_goes_on_behind_its_batches(
     result = fit(config(tmp_path), progress=False).evaluation
     assert run_processes(_evaluate_until_killed, run, words, 3) == [-signal.SIGKILL]
     assert run_processes(_evaluate_until_killed, run, ["--data.batch_size=32"], 1) == [-signal.SIGKILL]
-    assert len(list((run / "evaluate").glob("*.jsonl"))) == 2
+    assert len(list((run / ".evaluate").glob("*.jsonl"))) == 2
     passes = _count_passes(monkeypatch)
     # Another seed evaluates the same, and is another config.
     commands.evaluate([str(run), *words, "--seed", "1"])
@@ -104,7 +104,7 @@ def test_an_evaluation_that_was_killed_goes_on_behind_its_batches(
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("top-1"))
     assert first == second == str(result)
     # That of the other interrupted evaluation stays, and nothing else.
-    assert len(list((run / "evaluate").glob("[!.]*"))) == 1
+    assert len(list((run / ".evaluate").glob("[!.]*"))) == 1
 
 
 def test_an_interrupted_evaluation_reads_no_batch_of_other_data_or_weights(
