@@ -98,9 +98,8 @@ def image_stream(
     """
     report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
     training = seed is not None
-    split, limit = config.val_split, config.val_limit
-    if training:
-        split, limit = config.train_split, config.train_limit
+    split = config.train_split if training else config.val_split
+    limit = config.train_limit if training else config.val_limit
     if model is None and config.classes is not None:
         model = ModelClasses(read_classes(config.classes), config.classes)
     # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
@@ -362,9 +361,11 @@ def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, worl
         >>> tokens.shape, bool((tokens[:, 1:] == following[:, :-1]).all())
         (torch.Size([4, 16]), True)
     """
-    split, limit = config.train_split, None
+    split = config.train_split
+    limit = None
     if seed is None:
-        split, limit = config.val_split, config.val_limit
+        split = config.val_split
+        limit = config.val_limit
     reader = TextReader(read_corpus(config.source, split), config.length, limit)
     return BatchStream(reader, CorruptReport("raise"), config, rank, world, seed, f"data.source={config.source!r}")
 
