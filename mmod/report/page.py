@@ -118,6 +118,8 @@ def _study_section(study: StudyRecord) -> _Section:
     heading = f"In {study.folder}, since maps of at most {_SHOWN_MAPS} models are on this page:"
     text = f"{len(study.rows)} models of the study {study.name}, whose numbers are in the table below."
     command = f"mmod {study.kind} study.yaml  # the config below, saved as study.yaml"
+    if study.command:
+        command = f"{study.command}  # its whole config is below"
     drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.svg, command)
     return _Section(
         f"Study {study.name}",

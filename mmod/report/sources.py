@@ -29,14 +29,15 @@ TableCells = Sequence[Sequence[str]]
 class StudyRecord:
     """A study: its picture, its models as `rows`, its tables as rows of cells with the header first, its verdict.
 
-    `kind` is the command that made it, "tradeoff" or "isoflop"; `summary` is the table that fits a page, empty where
-    the only one does; `verdict` has sentences and tables of what they name; `recommended` are the models that it
-    recommends, and `code` how to apply them.
+    `kind` is "tradeoff" or "isoflop"; `command` is the line that made it, empty for a call in Python; `summary` is the
+    table that fits a page, empty where the only one does; `verdict` has sentences and tables of what they name;
+    `recommended` are the models that it recommends, and `code` how to apply them.
     """
 
     name: str
     folder: Path
     kind: str
+    command: str
     config: Mapping[str, object]
     title: str
     svg: str
@@ -126,6 +127,7 @@ def _read_study(path: Path) -> StudyRecord:
         name=path.parent.name,
         folder=path.parent,
         kind=path.stem,
+        command=record.get("command", ""),
         config=config,
         title=title,
         svg=svg,

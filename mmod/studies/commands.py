@@ -51,7 +51,7 @@ def tradeoff(arguments: Sequence[str]) -> Iterator[Path]:
 
     said: set[str] = set()
     while config is not None:
-        result = run_study(config)
+        result = run_study(config, command=shlex.join(["mmod", "tradeoff", *arguments]))
         result.show(said)
         yield result.folder
         config = config.following()
@@ -68,7 +68,7 @@ def isoflop(arguments: Sequence[str]) -> Iterator[Path]:
     if _DRY in arguments:
         print(describe(config))
         return
-    result = run_isoflop(config)
+    result = run_isoflop(config, command=shlex.join(["mmod", "isoflop", *arguments]))
     result.show(set())
     yield result.folder
 

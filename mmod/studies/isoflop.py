@@ -148,8 +148,12 @@ def _series(config: IsoflopConfig) -> list[Candidate]:
     return candidates
 
 
-def run_isoflop(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
-    """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
+def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = True) -> StudyResult:
+    """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed.
+
+    Args:
+        command: The command that asks for it, as it was typed, for the report.
+    """
     settings = settings_of(config)
     runner = Runner(config.processes, progress)
     runner.say(f"{_ahead(config, settings)}. The time left is known from the first run on")
@@ -169,7 +173,7 @@ def run_isoflop(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
         # By seed, so that there is a picture after the first.
         if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):
             points = [setting.row(table.rates[setting.name], table.figures(setting.name)) for setting in settings]
-            result = _write(config, points, runner)
+            result = _write(config, command, points, runner)
     assert result is not None
     return result
 
@@ -231,7 +235,7 @@ def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:
     return Measured({_GAIN: -_train(run, callback, measurer).figures["loss"]})
 
 
-def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
+def _write(config: IsoflopConfig, command: str, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
     folder = Path(config.output)
     facts = runner.facts
     minima = optima(points)
@@ -239,7 +243,8 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
         {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
         for row in minima
     ]
-    record = {"config": dataclasses.asdict(config), **facts, "points": points, "optima": least}
+    asked = {"command": command, "config": dataclasses.asdict(config)}
+    record = {**asked, **facts, "points": points, "optima": least}
     record["title"] = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
     rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
     text = write_outcome(folder, "isoflop", record, rows, told(points, minima), {"isoflop": draw(points)})

@@ -146,12 +146,12 @@ class StudyResult:
 
 
 def write_study(
-    study: StudyKind, table: Table, runs: Runs, facts: Facts, settings: Mapping[str, Any], machine: Mapping[str, Any]
+    study: StudyKind, table: Table, runs: Runs, facts: Facts, asked: Mapping[str, Any], machine: Mapping[str, Any]
 ) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
     Args:
-        settings: The study's config, for its record.
+        asked: The study's command and config, for its record.
         machine: What the study runs on, and its CPU time so far; see `Runner.facts`.
     """
     comparison = study.comparison
@@ -177,7 +177,7 @@ def write_study(
     shown = table_of(told.columns, [*lines, *told.last_rows])
     summary = shown if told.summary is None else table_of(told.summary, lines)
     record = {
-        "config": settings,
+        **asked,
         **machine,
         "rates": table.rates,
         **facts,

@@ -29,11 +29,14 @@ from mmod.studies.runs import Run
 from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, samples_of_epoch
 
 
-def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
+def run_study(config: StudyConfig, *, command: str = "", progress: bool = True) -> StudyResult:
     """Train or load the dense model and the candidates made from it, evaluate, time, and draw.
 
     Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
+
+    Args:
+        command: The command that asks for it, as it was typed, for the report.
     """
     dense, tuned = training_configs(config)
     if not config.train_dense:
@@ -48,7 +51,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     check_following(config)
     study = study_kind(config.kind)(comparison, config.evaluation)
     # From here on, nothing reads the config.
-    return _compared(study, runs, runner, dataclasses.asdict(config))
+    return _compared(study, runs, runner, {"command": command, "config": dataclasses.asdict(config)})
 
 
 def check_following(config: StudyConfig) -> None:
@@ -74,11 +77,11 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(item)
 
 
-def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, settings: Mapping[str, object]) -> StudyResult:
+def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, asked: Mapping[str, object]) -> StudyResult:
     """Do the runs of a study, and write what is known after each.
 
     Args:
-        settings: The study's config, for its record.
+        asked: The study's command and config, for its record.
     """
     comparison = study.comparison
     # Controls without a series are compared with, and are no rows of the table.
@@ -106,7 +109,7 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, settings: M
 
     def write() -> StudyResult:
         ordered = {name: done[name] for name in names if name in done}
-        return write_study(study, table, ordered, facts, settings, runner.facts)
+        return write_study(study, table, ordered, facts, asked, runner.facts)
 
     is_announced = False
     # Each run comes back once `study.measure` has done it, and its rows are in the table.

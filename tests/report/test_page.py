@@ -133,6 +133,7 @@ def test_a_page_opens_what_is_recommended_and_folds_the_rest(tmp_path: Path) -> 
         return re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL), text
 
     opened, text = parts()
+    assert "<code>mmod tradeoff study.yaml  # the config below, saved as study.yaml</code>" in opened
     assert [f"blocks of {name} keep<" in opened for name in "abcd"] == [True, True, False, False]
     # A page of all maps would have many megabytes.
     assert [f"blocks of {name} keep<" in text for name in "abcd"] == [True, True, False, False]
@@ -141,8 +142,10 @@ def test_a_page_opens_what_is_recommended_and_folds_the_rest(tmp_path: Path) -> 
     code = "c in Python:\n\n```python\nimport mmod\n\nmmod.route_(model)\n```"
     summary = [["model", "speed"], ["dense", "1.0"]]
     record = json.loads((study / "tradeoff.json").read_text())
-    (study / "tradeoff.json").write_text(json.dumps({**record, "summary": summary, "recommended": ["c"], "code": code}))
+    added = {"summary": summary, "recommended": ["c"], "code": code, "command": "mmod tradeoff my-model --seeds 2"}
+    (study / "tradeoff.json").write_text(json.dumps({**record, **added}))
     opened, text = parts()
+    assert "<code>mmod tradeoff my-model --seeds 2  # its whole config is below</code>" in opened
     assert [f"blocks of {name} keep<" in opened for name in "abcd"] == [False, False, True, False]
     assert "<p>c in Python:</p><pre>import mmod\n\nmmod.route_(model)</pre>" in opened[opened.index("<figure") :]
     assert "mmod.route_" not in opened[: opened.index("<figure")]

@@ -112,7 +112,7 @@ def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{whole.output}: resumed at step {steps // 2} of {steps}" in lines_of(capsys)
 
 
-def begin_study(config: StudyConfig) -> SimpleNamespace:
+def begin_study(config: StudyConfig, **_: Any) -> SimpleNamespace:
     """Plan and check the runs of a study, and do none."""
     comparison_of(config).checked_runs()
     return SimpleNamespace(folder=Path(config.output), show=lambda said: None)
