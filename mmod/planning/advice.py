@@ -24,6 +24,7 @@ from mmod.planning.choice import (
     beside_controls,
     verdict_of,
 )
+from mmod.planning.early import COSINES
 from mmod.planning.samples import AGREEMENT, ALONE
 from mmod.planning.untrained import FASTER, FASTER_SHARES
 
@@ -155,7 +156,7 @@ class Advice:
             "recipe": ("recipe", ""),
             "speedup": ("speed-up", "[.2f"),
             **{f"speedup/{name}": (f"speed-up, {name}", "[.2f") for name in further},
-            "score": (self._measure_name, ".1f" if in_percent else ".3f"),
+            "score": (self._measure_name, ".1f" if in_percent else f".{COSINES}f"),
             "accuracy": (f"{self._accuracy_name} to dense", "+.1f"),
             "flops": ("FLOPs", ".2f"),
             "cache": ("cache", ".2f"),
@@ -201,6 +202,12 @@ class Advice:
             columns.append(f"FLOPs: those of {what}, as a share of the dense model's.")
         if self.accuracy is not None:
             columns.append(f"{self.metric.capitalize()} to dense: the difference in points, which decides.")
+        first = min([row.images for row in self.rows], default=self.images)
+        if first < self.images:
+            columns.append(
+                f"{self.samples.capitalize()}: {first} where another row or the dense model is as fast and clearly "
+                f"better on these; all others ran on {self.images}."
+            )
         if self.samples == "prompts" and self.accuracy is None:
             columns.append("The prompts have no answers, so that next tokens decide.")
         elif self.samples == "prompts":

@@ -16,6 +16,10 @@ from mmod.analysis.timing import Times, relative_times
 
 BATCH = "batch"
 """Name of the timed pass that decides."""
+SHARES = 3
+"""Decimals of a share that is shown in percent, with one."""
+COSINES = 4
+"""Decimals of a cosine: those of models that hardly differ from the dense one begin with 0.999."""
 
 
 def look_at(names: Iterable[str], start: int, stop: int) -> list[Look]:
@@ -29,6 +33,7 @@ def near_front(
     figure: str,
     first: int,
     times: Callable[[], tuple[Times[str], float]],
+    decimals: int = SHARES,
 ) -> Iterator[list[Look]]:
     """Yield rounds of a comparison: all candidates on few samples, and on all samples those near the front.
 
@@ -40,6 +45,7 @@ def near_front(
         figure: The outcome that decides who is better.
         first: Number of samples of the first look.
         times: Returns the times of all models once they have run, and `Table.waiting`.
+        decimals: Those of the figure, as tables show it.
     """
     yield look_at(names, 0, first)
     table.times, table.waiting = times()
@@ -58,11 +64,11 @@ def near_front(
         return leads[one] > leads[other] and difference is not None and difference.is_clear
 
     near = unbeaten(ms, is_better, tolerance=1.0)
-    requested = looks(near) or looks(front_in(table, figure))
+    requested = looks(near) or looks(front_in(table, figure, decimals=decimals))
     while requested:
         yield requested
         # More samples may have taken from the front what had beaten others on few.
-        requested = looks(front_in(table, figure))
+        requested = looks(front_in(table, figure, decimals=decimals))
 
 
 def milliseconds(table: Table, of: str) -> dict[str, float]:
@@ -70,15 +76,16 @@ def milliseconds(table: Table, of: str) -> dict[str, float]:
     return {name: ms for name, (ms, _) in relative_times(table.times[of], DENSE).items()}
 
 
-def front_in(table: Table, figure: str, leave_out: Container[str] = ()) -> list[str]:
+def front_in(table: Table, figure: str, leave_out: Container[str] = (), decimals: int = SHARES) -> list[str]:
     """Return the candidates on the Pareto front of a figure and the time of a pass.
 
     Args:
         leave_out: Candidates that are as if they had not been measured.
+        decimals: Those of the figure, as tables show it.
     """
     ms = {name: own for name, own in milliseconds(table, BATCH).items() if name not in leave_out}
     speedups = {name: ms[DENSE] / own for name, own in ms.items()}
-    return shown_front(speedups, {name: _lead(table, figure, name) for name in ms})
+    return shown_front(speedups, {name: _lead(table, figure, name) for name in ms}, decimals)
 
 
 def _lead(table: Table, figure: str, name: str) -> float:
@@ -91,10 +98,10 @@ def _lead(table: Table, figure: str, name: str) -> float:
     return float(np.mean(own_N - dense_N[: len(own_N)]))
 
 
-def shown_front(speedups: Mapping[str, float], scores: Mapping[str, float]) -> list[str]:
+def shown_front(speedups: Mapping[str, float], scores: Mapping[str, float], decimals: int = SHARES) -> list[str]:
     """Return the names on the Pareto front of figures as tables show them: no row that looks beaten is on it.
 
     What is slower than the dense model, a speed-up below 1, is of no use, whatever it scores.
     """
     costs = {name: -round(speedup, 2) for name, speedup in speedups.items() if round(speedup, 2) >= 1}
-    return pareto_front(costs, {name: round(scores[name], 3) for name in costs}, tolerance=1.0)
+    return pareto_front(costs, {name: round(scores[name], decimals) for name in costs}, tolerance=1.0)

@@ -41,7 +41,7 @@ from mmod.planning.advice import WRITTEN, Advice
 from mmod.planning.candidate import CONTROL, Candidate, ImageSize
 from mmod.planning.choice import TOLERANCE, AdviceRow
 from mmod.planning.divergence import check_batches
-from mmod.planning.early import BATCH, front_in, milliseconds, near_front
+from mmod.planning.early import BATCH, COSINES, SHARES, front_in, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Costs, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates, smaller_images
@@ -198,10 +198,11 @@ def advise(
         entrants, refused = changed_models(model, samples, depth, chosen)
         entrants |= _ready_models(models, samples, entrants)
         figure = CORRECT if samples.has_labels else AGREEMENT
-        table = _compared(entrants, figure, results, progress)
+        decimals = SHARES if samples.measure == AGREEMENT else COSINES
+        table = _compared(entrants, figure, results, decimals, progress)
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         costs = {name: one.samples.costs(one.model) for name, one in entrants.items()}
-        rows = tuple(rows_of(table, figure, by_name, costs, part, is_only))
+        rows = tuple(rows_of(table, figure, by_name, costs, part, is_only, decimals))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
     untrained = ""
@@ -231,14 +232,14 @@ def advise(
     return advice
 
 
-def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, progress: bool) -> Table:
+def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, decimals: int, progress: bool) -> Table:
     """Return the rows and times of all models; those that may be on the front are evaluated on all samples."""
     _, dense, samples = entrants[DENSE]
     table = Table()
     # On all samples, since every look is compared with it.
     table.add(DENSE, 0, samples.evaluate(dense, 0, len(samples)))
     changed = [name for name in entrants if name != DENSE]
-    rounds = near_front(table, changed, figure, samples.first, partial(_times, results, entrants))
+    rounds = near_front(table, changed, figure, samples.first, partial(_times, results, entrants), decimals)
     measure = partial(evaluate_once, results, entrants)
     fill(table, rounds, measure, Runner(progress=progress, title="advise"))
     return table
@@ -434,10 +435,17 @@ def rows_of(
     costs: Mapping[str, Costs],
     part: str,
     is_only: bool,
+    decimals: int,
 ) -> Iterator[AdviceRow]:
-    """Yield the rows of the report, the fastest first; `is_only` is that of `Candidate.config`."""
+    """Yield the rows of the report, the fastest first.
+
+    Args:
+        is_only: That of `Candidate.config`.
+        decimals: Those of the figure, as the report shows it.
+    """
     ms = milliseconds(table, BATCH)
-    front = front_in(table, figure, [name for name, candidate in candidates.items() if candidate.at_random])
+    at_random = [name for name, candidate in candidates.items() if candidate.at_random]
+    front = front_in(table, figure, at_random, decimals)
     times = table.times[BATCH]
     dense = costs[DENSE].flops
     for name in sorted(ms, key=ms.__getitem__):

@@ -213,6 +213,17 @@ def test_a_routing_without_a_control_is_said_to_have_none() -> None:
     assert told not in str(dataclasses.replace(advice, rows=(row,)))
 
 
+def test_the_numbers_of_images_are_explained_where_they_differ() -> None:
+    few = advice_of([("few", 1.5, Estimate(0.5, 0.4, 0.6), None), ("many", 1.5, Estimate(0.99996), None)])
+    assert "- Images: " not in str(few)
+    rows = (few.rows[0], dataclasses.replace(few.rows[1], images=256))
+    told = dataclasses.replace(few, rows=rows, images=256, measure="cosine of features")
+    explained = "- Images: 64 where another row or the dense model is as fast and clearly better on these; all others "
+    assert f"{explained}ran on 256." in str(told)
+    # Cosines that differ in the fourth decimal are told apart.
+    assert [row[2].strip() for row in told.table().rows[1:]] == ["0.5000 [0.4000, 0.6000]", "1.0000"]
+
+
 def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
     def offered(speed: float, series: str = "a-mod", flops: float = 0.55) -> list[str]:
         advice = advice_of([("one", speed, Estimate(1.0, 0.99, 1.0), None)])

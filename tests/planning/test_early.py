@@ -55,6 +55,7 @@ def test_no_row_is_on_the_front_that_looks_beaten_as_it_is_shown() -> None:
         table.add(name, 0, Measured({}, samples=8, outcomes={"cosine": np.full(8, cosine)}))
     table.times = {"batch": {DENSE: [9.0], "slow": [8.0], "fast": [4.0], "lossy": [3.999]}}
     assert front_in(table, "cosine") == ["fast"]
+    assert front_in(table, "cosine", decimals=5) == [DENSE, "slow", "fast"]
 
 
 def test_what_is_slower_than_the_dense_model_is_on_no_front() -> None:
