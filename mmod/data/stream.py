@@ -262,8 +262,8 @@ class BatchStream:
         with original_errors():
             return list(chain.from_iterable(batch.faults for batch in bar))
 
-    def _order(self, epoch: int) -> list[np.ndarray]:
-        """Return the sample indices of this process's batches."""
+    def _order(self, epoch: int) -> np.ndarray | list[np.ndarray]:
+        """Return the sample indices of this process's batches: rows of a table, or a list if the last has fewer."""
         if self.seed is None:
             # Every `world`-th sample, so that processes differ by one sample at most.
             mine = np.arange(self.rank, self.num_samples, self.world)
@@ -275,14 +275,14 @@ class BatchStream:
             batches = epoch * self.num_samples + firsts.reshape(-1, 1) + np.arange(self.batch_size)
             # What does not fill a batch in every process is left out, alike in all of them.
             full = batches[: len(batches) // self.world * self.world]
-            return list(full.reshape(-1, self.world, self.batch_size)[:, self.rank])
+            return full.reshape(-1, self.world, self.batch_size)[:, self.rank]
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         # The permutation is the same in all processes, which take turns by batch.
         steps = self.num_samples // (self.batch_size * self.world)
         full = order[: steps * self.world * self.batch_size]
-        return list(full.reshape(steps, self.world, self.batch_size)[:, self.rank])
+        return full.reshape(steps, self.world, self.batch_size)[:, self.rank]
 
-    def _load(self, order: list[np.ndarray], seeds: tuple[int, int]) -> Iterator[ReadBatch]:
+    def _load(self, order: np.ndarray | list[np.ndarray], seeds: tuple[int, int]) -> Iterator[ReadBatch]:
         # An explicit generator, because the loader would otherwise draw from the global one.
         return iter(
             DataLoader(
