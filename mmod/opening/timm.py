@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -138,6 +139,12 @@ def preprocessing_of(model: Any) -> Preprocessing:
     return Preprocessing(resolve_data_config(sizes, model=model), "of timm")
 
 
+@functools.cache
+def _read_imagenet(subset: str) -> ImageNetInfo:
+    """Return timm's tables of a subset of ImageNet, which are files."""
+    return ImageNetInfo(subset)
+
+
 def published_classes(model: nn.Module) -> dict[str, int] | None:
     """Return the classes of a model by name, as its weights state them or, by their number, those of ImageNet.
 
@@ -145,7 +152,7 @@ def published_classes(model: nn.Module) -> dict[str, int] | None:
     """
     facts = image_facts(model)
     subset = infer_imagenet_subset({"num_classes": facts.classes})
-    known = None if subset is None else ImageNetInfo(subset)
+    known = None if subset is None else _read_imagenet(subset)
     # Names that equal ImageNet's descriptions give way to its synsets, which data sets use.
     if facts.names is not None and (known is None or [*facts.names] != known.label_descriptions()):
         return dict(facts.names)
