@@ -56,6 +56,8 @@ def _change_world() -> None:
     if not torch.cuda.is_available():
         # Read when kernels are defined, so before anything imports them.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        # The driver's library would be looked for on disk at each question, of which tracing asks thousands.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
         # Each seed is kept for devices that may come, with the stack of its caller, which takes half a millisecond.
         for device in (torch.cuda, torch.mtia, torch.xpu):
             device.manual_seed_all = lambda _: None
