@@ -161,11 +161,11 @@ def identity_of(run_config: RunConfig) -> dict[str, Any]:
         path = getattr(run_config.model, name, None)
         if path is not None:
             # A path may be written anew, with other weights.
-            weights[name] = _checksum(path)
+            weights[name] = weight_sums(path)
     return {"kind": run_config.kind, "config": fields, "weights": weights}
 
 
-def _checksum(checkpoint: str) -> list[str]:
+def weight_sums(checkpoint: str) -> list[str]:
     """Return the checksums of the files that hold weights; of weights on a hub there are none."""
     try:
         path = find_weights(checkpoint)

@@ -92,18 +92,19 @@ def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Pat
 
 
 def test_an_audit_of_other_weights_or_files_is_refused(run: Path, tmp_path: Path) -> None:
-    audited = tmp_path / "run"
+    audited, reference = tmp_path / "run", tmp_path / "dense"
     shutil.copytree(run, audited)
-    arguments = [str(audited), *QUICK, "--audit.maps", "0"]
+    shutil.copytree(run.parent / "moved", reference)
+    arguments = [str(audited), *QUICK, "--audit.maps", "0", "--audit.reference", str(reference)]
     commands.audit(arguments)
     # As of a run that was audited by a checkpoint, and has gone on.
-    weights = audited / "model" / "model.safetensors"
-    trained = weights.read_bytes()
-    state = {name: value + 1 for name, value in load_file(weights).items()}
-    save_file(state, weights)
-    with pytest.raises(FolderTakenError, match=r"weights\.checkpoint: '\w{8}' there, '\w{8}' now"):
-        commands.audit(arguments)
-    weights.write_bytes(trained)
+    for folder, name in ((audited, r"weights\.checkpoint"), (reference, r"weights\..*dense")):
+        weights = folder / "model" / "model.safetensors"
+        before = weights.read_bytes()
+        save_file({name: value + 1 for name, value in load_file(weights).items()}, weights)
+        with pytest.raises(FolderTakenError, match=rf"{name}: '\w{{8}}' there, '\w{{8}}' now"):
+            commands.audit(arguments)
+        weights.write_bytes(before)
     record = audited / "audit" / "config.json"
     fields = json.loads(record.read_text())
     record.write_text(json.dumps({**fields, "files": "2 files, 12345678"}))
