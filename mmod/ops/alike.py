@@ -111,6 +111,12 @@ def _numbers(slots: int) -> Tensor:
 
 
 @_made_once
+def _one() -> Tensor:
+    """Return the number 1. Of a Python number, torch makes a tensor in each call, which takes longer than the sum."""
+    return torch.tensor(1.0, device="cpu")
+
+
+@_made_once
 def _hide_later(rows: int) -> Tensor:
     """Return what pushes the cosine to a row itself and to later rows below -1 (rows, rows)."""
     return torch.full((rows, rows), -4.0, device="cpu").triu()
@@ -189,7 +195,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
             # In place: `alike` is a new tensor, and its diagonal tile a view of it.
             among_themselves.add_(_hide_later(stop - start))
             torch.amax(alike, dim=-1, out=part_BN[:, 1 + start : 1 + stop])
-    return 1 - best_BN.clamp_(min=-1).index_select(1, position_N)
+    return _one() - best_BN.clamp_(min=-1).index_select(1, position_N)
 
 
 def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
