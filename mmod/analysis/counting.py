@@ -35,7 +35,9 @@ def by_data(model: nn.Module) -> bool:
 
 def needed_shares(model: nn.Module, kept: Mapping[str, float] | None) -> Mapping[str, float] | None:
     """Return kept shares if the cost of the model depends on the data; None otherwise."""
-    return kept if by_data(model) else None
+    if not by_data(model):
+        return None
+    return kept
 
 
 class PassCounts(NamedTuple):
@@ -80,12 +82,16 @@ class _FlopCount(TorchDispatchMode):
             result = _empty(known.layout)
             flops = known.flops
         else:
-            # The meta device's own takes bf16 alone, unlike CPUs and GPUs.
-            run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+            run = func
+            if func is torch.ops.aten._grouped_mm.default:
+                # The meta device's own takes bf16 alone, unlike CPUs and GPUs.
+                run = _grouped_mm
             result = run(*args, **kwargs)
             # Formulas are registered for an operation, not for each of its overloads.
             formula = self._formulas.get(getattr(func, "_overloadpacket", func))
-            flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+            flops = 0
+            if formula is not None:
+                flops = int(formula(*args, **kwargs, out_val=result))
             # A view or a result in place must stay one, so only operations that make new tensors are remembered.
             if isinstance(func, OpOverload) and _is_new(result, [*args, *kwargs.values()]):
                 if len(_OUTCOMES) >= _MOST_OUTCOMES:
@@ -104,7 +110,10 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: obj
         # Groups of what is summed over, as in the gradient of the weights.
         assert offs is not None
         shape = (*offs.shape, *shape)
-    return left.new_empty(shape[-2:] if left.ndim > right.ndim else shape)
+    if left.ndim > right.ndim:
+        # Groups of columns on the right, each of which is multiplied by the matrix of its group alone.
+        shape = shape[-2:]
+    return left.new_empty(shape)
 
 
 class _Layout(NamedTuple):
@@ -146,7 +155,9 @@ def _empty(layout: Any) -> Any:
 def _is_new(result: Any, arguments: Sequence[Any]) -> bool:
     """Return whether a result is one or several new meta tensors, without storage of the arguments or each other."""
     results = [result] if isinstance(result, Tensor) else result
-    if not isinstance(results, (list, tuple)) or not all(type(leaf) is Tensor and leaf.is_meta for leaf in results):
+    if not isinstance(results, (list, tuple)):
+        return False
+    if not all(type(leaf) is Tensor and leaf.is_meta for leaf in results):
         return False
     tensors = [leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, Tensor)]
     # Of storages, since views of one tensor differ in all else.
@@ -172,7 +183,8 @@ class KnownValues(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in tensors):
             if func in _INDEXED:
-                args = (args[0], list(chain.from_iterable(map(_places, args[1]))), *args[2:])
+                values, indices, *others = args
+                args = (values, list(chain.from_iterable(map(_places, indices))), *others)
             args, named = tree_map(to_meta, (args, named))
         elif named.get("device") is not None:
             # What is asked for beside weights, such as positions.
@@ -189,7 +201,9 @@ def _places(index: Tensor | None) -> Sequence[Tensor | None]:
 
 def to_meta(leaf: object) -> Any:
     """Return a tensor of the same shape on the meta device, and anything else as it is."""
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to("meta")
 
 
 class _ToMeta(TorchFunctionMode):
@@ -337,7 +351,9 @@ def step_flops(model: nn.Module, loss: Callable[[], Tensor]) -> int:
 def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Run a model on its arguments by name."""
     # Models of images alone name their argument as they like.
-    return model(inputs["image"]) if set(inputs) == {"image"} else model(**inputs)
+    if set(inputs) == {"image"}:
+        return model(inputs["image"])
+    return model(**inputs)
 
 
 @contextmanager
@@ -370,7 +386,9 @@ class _WithoutMaps(AttentionIntercept):
 
         def attend(*args: Any, **kwargs: Any) -> Any:
             # With its map, attention is computed in parts, and they are counted.
-            return (func if kwargs.get("need_weights", True) else without_map)(*args, **kwargs)
+            if kwargs.get("need_weights", True):
+                return func(*args, **kwargs)
+            return without_map(*args, **kwargs)
 
         return attend
 
@@ -419,11 +437,13 @@ def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
     def attention(query: Shape, key: Shape, value: Shape, **_: object) -> int:
         # Two products: queries with keys, and probabilities with values.
-        return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        pairs = prod(query[:-1]) * key[-2]
+        return 2 * pairs * (query[-1] + value[-1])
 
     def backward(grad: Shape, query: Shape, key: Shape, value: Shape, **_: object) -> int:
         # Scores are computed again instead of stored: three products as wide as keys, and two as wide as values.
-        return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+        pairs = prod(query[:-1]) * key[-2]
+        return 2 * pairs * (3 * query[-1] + 2 * value[-1])
 
     def grouped(left: Shape, right: Shape, *_: object, **__: object) -> int:
         # Each row is multiplied by the matrix of its group alone; of columns on the right, each by that of its group.

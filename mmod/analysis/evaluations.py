@@ -30,7 +30,8 @@ def evaluate_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Te
             -100 marks patches without a class, which are left out.
     """
     device = next(model.parameters()).device
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(value, Tensor) for value in batch):
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not is_pair or not all(isinstance(value, Tensor) for value in batch):
         raise ValueError(
             f"a batch must be two tensors, images and their classes, got {type(batch).__name__}: {_PASS_FUNCTION}"
         )
@@ -44,7 +45,9 @@ def evaluate_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Te
             f"the model returns logits {tuple(logits.shape)}, the classes are {targets.dtype} {tuple(targets.shape)}: "
             f"{_PASS_FUNCTION}"
         )
-    has_class = targets != IGNORED if targets.ndim == 2 else torch.ones_like(targets, dtype=torch.bool)
+    has_class = torch.ones_like(targets, dtype=torch.bool)
+    if targets.ndim == 2:
+        has_class = targets != IGNORED
     classes = logits.shape[-1]
     outside = targets[has_class & ((targets < 0) | (targets >= classes))]
     if len(outside):

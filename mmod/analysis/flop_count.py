@@ -35,6 +35,8 @@ from mmod.methods.base import methods_inside, restore_
 from mmod.values import brief, check_module, check_value
 
 Size = int | tuple[int, int] | tuple[int, int, int] | Mapping[str, Any]
+# What `kept` of `flops` may be.
+Shares = float | Mapping[str, float] | Trace | None
 
 
 @overload
@@ -65,11 +67,11 @@ def flops(
     Where images are kept or skipped as a whole, counts are means over images and memory is that of a kept image. Memory
     is that of activations in the parameters' dtype, with attention that stores no map.
 
-    For a `Prompt`, the language model of a transformers model is counted from its layers, with all pairs of queries and
-    keys that are computed, as `torch.utils.flop_counter` does, and the logits of the last token; no memory is. With
-    `pixels` of the prompt, vision tower and projector are counted too: values of images are read, those of weights not.
-    Where weights decide how many tokens each window of a tower keeps, attention among all kept tokens of an image is
-    counted: a few percent too much.
+    For a `Prompt`, the layers of a transformers model's language model and the logits of the last token are counted; no
+    memory is. Attention counts all pairs of queries and keys that are computed, as `torch.utils.flop_counter` does.
+    With `pixels` of the prompt, vision tower and projector are counted too: values of images are read, those of weights
+    not. Where weights decide how many tokens each window of a tower keeps, attention among all kept tokens of an image
+    is counted: a few percent too much.
 
     Args:
         model: A model of a supported library or a part of one, such as `clip.visual`, routed or dense; it stays
@@ -131,7 +133,7 @@ class _Dense:
 def _flops(
     model: nn.Module,
     input_size: Size | Prompt,
-    kept: float | Mapping[str, float] | Trace | None,
+    kept: Shares,
     beside: _Dense,
 ) -> FlopReport | PrefillFlops:
     check_module(model)
@@ -149,9 +151,11 @@ def _flops(
         raise _unreadable(model, ", ".join(inputs)) from error
     except (AssertionError, RuntimeError) as error:
         # As timm's models refuse the size of an image, and as torch refuses sums of positions in your own.
-        shapes = ", ".join(f"{name} {shape}" for name, shape in _shapes(inputs).items())
-        raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
-    routed_count, routed_bytes = (dense_count, dense_bytes) if dense is routed else _count(routed, stacks, inputs)
+        shapes = [f"{name} {shape}" for name, shape in _shapes(inputs).items()]
+        raise ValueError(f"this {type(model).__name__} cannot take {', '.join(shapes)}: {error}") from error
+    routed_count, routed_bytes = dense_count, dense_bytes
+    if dense is not routed:
+        routed_count, routed_bytes = _count(routed, stacks, inputs)
     dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
     parameters = sum(parameter.numel() for parameter in routed.parameters())
     return FlopReport(
@@ -167,9 +171,7 @@ def _flops(
     )
 
 
-def _count_prefill(
-    model: nn.Module, prompt: Prompt, kept: float | Mapping[str, float] | Trace | None, beside: _Dense
-) -> PrefillFlops:
+def _count_prefill(model: nn.Module, prompt: Prompt, kept: Shares, beside: _Dense) -> PrefillFlops:
     """Count one prefill of a language model, dense and routed: its layers and the logits of its last token."""
     routed = meta_copy(model)
     dense = beside.of(routed)
@@ -180,7 +182,8 @@ def _count_prefill(
     free = sum(prefill.free)
     # Not those of a vision tower.
     deciding = {name: one for name, one in deciding_modules(routed).items() if name.startswith(stack.block_list)}
-    images = _fix_shares(deciding, shares_of_free(model, _needed_of(deciding, model, kept)), free)
+    shares = shares_of_free(model, _needed_of(deciding, model, kept))
+    images = _fix_shares(deciding, shares, free)
     for name in images:
         block = routed.get_submodule(name)
         if isinstance(block, RoutedBlock):
@@ -191,11 +194,17 @@ def _count_prefill(
     dense_caches = caches
     if dense is not routed:
         dense_count, dense_caches = beside.counted(lambda: _run_prefill(dense, stack, Prefill(dense, stack, prompt)))
-    rows = _rows(routed, [stack], dense_count, routed_count, images if prefill.skips_text else {})
+    if not prefill.skips_text:
+        # Text runs in any case: no prompt is skipped as a whole.
+        images = {}
+    rows = _rows(routed, [stack], dense_count, routed_count, images)
+    cached = [cache.keys.shape[-2] for cache in caches]
     # The last layers may have no keys of their own.
-    cached = [cache.keys.shape[-2] for cache in caches] + [0] * (len(rows) - len(caches))
+    cached += [0] * (len(rows) - len(caches))
     head = sum(routed_count.flops[name] for name in prefill.heads)
-    vision = None if prompt.pixels is None else vision_flops(model, prompt.pixels, kept)
+    vision = None
+    if prompt.pixels is not None:
+        vision = vision_flops(model, prompt.pixels, kept)
     return PrefillFlops(
         blocks=tuple(dataclasses.replace(row, cached=keys) for row, keys in zip(rows, cached)),
         rest=BlockFlops(REST, 0, 0, head, head),
@@ -222,53 +231,68 @@ def vision_flops(
     routed = meta_copy(model)
     text = language_stack(model).block_list
     # The pass is counted once where methods changed the language model alone.
-    dense = _dense(routed) if _changes_images(routed, text) else routed
+    dense = routed
+    if _changes_images(routed, text):
+        dense = _dense(routed)
     stack = _stacks(dense, 1).get("image")
     deciding = {name: one for name, one in deciding_modules(routed).items() if not name.startswith(text)}
     images = _fix_shares(deciding, _needed_of(deciding, model, kept))
     routed_count = _run_images(routed, stack, inputs)
-    dense_count = routed_count if dense is routed else _run_images(dense, stack, inputs)
+    dense_count = routed_count
+    if dense is not routed:
+        dense_count = _run_images(dense, stack, inputs)
+    stacks = [] if stack is None else [stack]
     return FlopCounts(
-        blocks=_rows(routed, [] if stack is None else [stack], dense_count, routed_count, images),
+        blocks=_rows(routed, stacks, dense_count, routed_count, images),
         rest=BlockFlops(REST, 0, 0, _outside(dense_count), _outside(routed_count)),
     )
 
 
 def _changes_images(model: nn.Module, layers: str) -> bool:
     """Return whether a method changed modules that are neither among a language model's layers nor around them."""
-    return any(
-        isinstance(module, Mixin) or any(isinstance(hook, ModelHook) for hook in module._forward_pre_hooks.values())
-        for name, module in model.named_modules()
-        if not f"{name}.".startswith(f"{layers}.") and not f"{layers}.".startswith(f"{name}." if name else "")
-    )
+    for name, module in model.named_modules():
+        is_among_layers = f"{name}.".startswith(f"{layers}.")
+        # The model itself, which has no name, is around them too.
+        is_around_layers = not name or f"{layers}.".startswith(f"{name}.")
+        if is_among_layers or is_around_layers:
+            continue
+        if isinstance(module, Mixin):
+            return True
+        if any(isinstance(hook, ModelHook) for hook in module._forward_pre_hooks.values()):
+            return True
+    return False
 
 
 def _run_images(model: nn.Module, stack: BlockStack | None, inputs: Mapping[str, Any]) -> PassCounts:
     """Count a pass over images on the meta device."""
     reader = VisionPass(model, inputs)
-    blocks = {} if stack is None else _blocks(model, stack)
+    blocks = {}
+    if stack is not None:
+        blocks = _blocks(model, stack)
     try:
         return count_pass(model, blocks, reader.inputs, reader.run)
     except NotImplementedError as error:
         raise _unreadable(model, "its image tokens") from error
 
 
-def _needed_of(
-    deciding: Mapping[str, Deciding], model: nn.Module, kept: float | Mapping[str, float] | Trace | None
-) -> float | Mapping[str, float] | Trace | None:
+def _needed_of(deciding: Mapping[str, Deciding], model: nn.Module, kept: Shares) -> Shares:
     """Return kept shares for one part of a model: None where the cost of another part alone follows from the data."""
     of_part = any(module.cost_follows_data for module in deciding.values())
-    return kept if of_part or not by_data(model) else None
+    if not of_part and by_data(model):
+        return None
+    return kept
 
 
 def _run_prefill(model: nn.Module, stack: BlockStack, prefill: Prefill) -> tuple[PassCounts, Sequence[Any]]:
     """Count the prefill of a language model on the meta device; also return the layers of its cache."""
     caches: list[Any] = []
+
+    def run() -> None:
+        caches.extend(prefill.run().layers)
+
     try:
         with torch.device("meta"):
-            counts = count_pass(
-                model, _blocks(model, stack), prefill.inputs, lambda: caches.extend(prefill.run().layers)
-            )
+            counts = count_pass(model, _blocks(model, stack), prefill.inputs, run)
     except NotImplementedError as error:
         raise _unreadable(model, "its tokens") from error
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -354,8 +378,10 @@ def _paired(model: nn.Module, stack: BlockStack) -> Iterator[tuple[str, nn.Modul
     """Yield the blocks of a changed model, with the names of the dense blocks that each one replaces."""
     first = 0
     for name, block in _blocks(model, stack).items():
-        # A module of a method may stand for several dense blocks, such as a recursion.
-        count = block.dense_blocks if isinstance(block, Deciding) else 1
+        count = 1
+        if isinstance(block, Deciding):
+            # A module of a method may stand for several dense blocks, such as a recursion.
+            count = block.dense_blocks
         yield name, block, stack.names[first : first + count]
         first += count
 
@@ -366,8 +392,10 @@ def _row(
     total = routed.flops[name]
     router = routed.flops[f"{name}.router"]
     for inner, module in block.named_modules():
-        if inner and isinstance(module, Deciding):
-            router += sum(routed.flops[f"{name}.{inner}.{scorer}"] for scorer in module.scorers())
+        if not inner or not isinstance(module, Deciding):
+            continue
+        for scorer in module.scorers():
+            router += routed.flops[f"{name}.{inner}.{scorer}"]
     baseline = sum(dense.flops[dense_name] for dense_name in dense_names)
     tokens = dense.tokens[dense_names[0]]
     importance = _importance(name, block, baseline, dense, routed)
@@ -403,9 +431,7 @@ def inference_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
         return pass_flops(meta_copy(model), inputs)
 
 
-def _fix_shares(
-    deciding: Mapping[str, Deciding], kept: float | Mapping[str, float] | Trace | None, free: int = 0
-) -> dict[str, float]:
+def _fix_shares(deciding: Mapping[str, Deciding], kept: Shares, free: int = 0) -> dict[str, float]:
     """Fix the kept shares of modules whose cost depends on the data; return the shares of images by module.
 
     Args:
@@ -438,13 +464,17 @@ def _fix_shares(
     for name, module in by_data.items():
         check_value(f"the kept share of {name}", shares[name], float, "[0, 1]")
         share = float(shares[name])
-        images[name] = module.assume_kept(int(free * share) / free if free else share)
+        if free:
+            share = int(free * share) / free
+        images[name] = module.assume_kept(share)
     return {name: share for name, share in images.items() if share < 1}
 
 
 def _first_of(names: Iterable[str]) -> str:
     first, *others = names
-    return f"{first} and {len(others)} more" if others else first
+    if not others:
+        return first
+    return f"{first} and {len(others)} more"
 
 
 def _stacks(model: nn.Module, input_size: Size) -> dict[str, BlockStack]:
@@ -472,15 +502,20 @@ def _reads_images_alone(model: nn.Module) -> bool:
 
 def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, Any]:
     """Return a model's arguments by name, without data."""
-    if isinstance(input_size, Mapping) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(dict(input_size))):
-        return {name: tree_map(to_meta, value) for name, value in input_size.items()}
+    if isinstance(input_size, Mapping):
+        leaves = tree_leaves(dict(input_size))
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            return {name: tree_map(to_meta, value) for name, value in input_size.items()}
     if not _reads_images_alone(model):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
-    size = (input_size, input_size) if isinstance(input_size, int) else input_size
+    size: Any = input_size
+    if isinstance(size, int):
+        size = (size, size)
     channels = image_facts(model).channels
     if isinstance(size, (tuple, list)) and len(size) == 2:
         size = (channels or 3, *size)
-    if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
+    is_shape = isinstance(size, (tuple, list)) and len(size) == 3
+    if not is_shape or not all(isinstance(side, int) and side > 0 for side in size):
         # A batch of images, in place of the size of one.
         given: Any = input_size
         hint = ""
@@ -492,7 +527,8 @@ def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size
         )
     if channels not in (None, size[0]):
         raise ValueError(f"this {type(model).__name__} cannot take image {tuple(size)}: it reads {channels} channels")
-    inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
+    dtype = next(model.parameters()).dtype
+    inputs = {"image": torch.empty(1, *size, device="meta", dtype=dtype)}
     for name, stack in stacks.items():
         if stack.sequence is not None:
             inputs[name] = torch.zeros(1, stack.sequence, dtype=torch.int64, device="meta")

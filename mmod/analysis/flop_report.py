@@ -66,7 +66,8 @@ class FlopCounts:
         if not cheaper:
             return [f"{len(self.blocks)} blocks, which compute all tokens"]
         # Of tokens and not of blocks: those may differ in length.
-        share = sum(row.kept for row in cheaper) / sum(row.tokens for row in cheaper)
+        kept = sum(row.kept for row in cheaper)
+        share = kept / sum(row.tokens for row in cheaper)
         return [f"{len(cheaper)} of {len(self.blocks)} blocks compute {share:.3f} of their tokens"]
 
     def rows(self) -> list[list[str]]:
@@ -75,9 +76,12 @@ class FlopCounts:
         for row in self.blocks:
             counts = (row.dense, row.routed, row.router, row.importance)
             rows.append([row.name, str(row.tokens), str(row.kept), *map(_mega, counts)])
-        rows.append(["everything else", "", "", _mega(self.rest.dense), _mega(self.rest.routed), "-", "-"])
-        totals = (self.dense, self.routed, sum(row.router for row in self.blocks), self.importance)
-        return [*rows, ["total", "", "", *map(_mega, totals)]]
+        rest = self.rest
+        rows.append(["everything else", "", "", _mega(rest.dense), _mega(rest.routed), "-", "-"])
+        router = sum(row.router for row in self.blocks)
+        totals = (self.dense, self.routed, router, self.importance)
+        rows.append(["total", "", "", *map(_mega, totals)])
+        return rows
 
     def __str__(self) -> str:
         header, *rows = self.rows()
@@ -107,15 +111,21 @@ class FlopReport(FlopCounts):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values, totals included."""
-        totals = {name: getattr(self, name) for name in ("dense", "routed", "importance", "share")}
         # Totals are properties, which `asdict` leaves out.
-        return {**asdict(self), **totals, "inputs": {name: list(shape) for name, shape in self.inputs.items()}}
+        totals = {name: getattr(self, name) for name in ("dense", "routed", "importance", "share")}
+        # JSON has no tuples.
+        inputs = {name: list(shape) for name, shape in self.inputs.items()}
+        return {**asdict(self), **totals, "inputs": inputs}
 
     def summary(self) -> list[str]:
         """Return the main figures, one line each."""
-        inputs = ", ".join(f"{name} {' x '.join(map(str, shape))}".rstrip() for name, shape in self.inputs.items())
+        inputs = []
+        for name, shape in self.inputs.items():
+            sides = " x ".join(map(str, shape))
+            # An input of one number has no sides.
+            inputs.append(f"{name} {sides}".rstrip())
         return [
-            f"{self.share:.3f} of the dense FLOPs (2 per multiply-add) for {inputs}: "
+            f"{self.share:.3f} of the dense FLOPs (2 per multiply-add) for {', '.join(inputs)}: "
             f"{_mega(self.routed)} of {_mega(self.dense)} MFLOPs",
             *super().summary(),
             f"{self.parameters:,} parameters, {self.added_parameters:+,} against the dense model",
@@ -146,17 +156,26 @@ class PrefillFlops(FlopCounts):
     @property
     def dense(self) -> int:
         """FLOPs of the dense model."""
-        return super().dense + (0 if self.vision is None else self.vision.dense)
+        flops = super().dense
+        if self.vision is not None:
+            flops += self.vision.dense
+        return flops
 
     @property
     def routed(self) -> int:
         """FLOPs of the routed model, with routers and importance."""
-        return super().routed + (0 if self.vision is None else self.vision.routed)
+        flops = super().routed
+        if self.vision is not None:
+            flops += self.vision.routed
+        return flops
 
     @property
     def importance(self) -> int:
         """FLOPs of importance, included in `routed`."""
-        return super().importance + (0 if self.vision is None else self.vision.importance)
+        flops = super().importance
+        if self.vision is not None:
+            flops += self.vision.importance
+        return flops
 
     @property
     def cache_share(self) -> float:

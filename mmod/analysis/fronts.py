@@ -58,8 +58,11 @@ def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
         (['a'], ['b', 'a'])
     """
     # By number: marks may share a name.
-    costs = {number: 1 / mark.cost if faster else mark.cost for number, mark in enumerate(marks)}
-    most = max((cost for number, cost in costs.items() if marks[number].series == "dense"), default=math.inf)
+    costs = {}
+    for number, mark in enumerate(marks):
+        costs[number] = 1 / mark.cost if faster else mark.cost
+    dense_costs = [cost for number, cost in costs.items() if marks[number].series == "dense"]
+    most = max(dense_costs, default=math.inf)
     costs = {number: cost for number, cost in costs.items() if cost <= most}
     front = pareto_front(costs, {number: marks[number].score for number in costs})
     return [marks[number] for number in sorted(front, key=costs.__getitem__)]
@@ -102,15 +105,17 @@ class Fronts:
         self.panels = panels
         self.styles = looks({mark.series for mark in panels[0]})
         self.fronts = [front_of(marks, faster) for marks in panels]
-        floor = floor_of(panels[0], self.fronts)
-        barred = [*itertools.chain.from_iterable(self.fronts), *(mark for mark in panels[0] if mark.is_named)]
-        bottom = min(floor, *(mark.low for mark in barred))
-        top = max(mark.score for mark in panels[0])
+        marks = panels[0]
+        barred = list(itertools.chain.from_iterable(self.fronts))
+        barred += [mark for mark in marks if mark.is_named]
+        bottom = min(floor_of(marks, self.fronts), *(mark.low for mark in barred))
+        top = max(mark.score for mark in marks)
         top = max(top, *(mark.high for mark in barred))
         margin = 0.08 * (top - bottom) or 1.0
         # Bars may stretch the axis down to marks that were lost without them.
-        self.floor = min(mark.score for mark in panels[0] if mark.score >= bottom - margin)
-        lost = sorted((mark for mark in panels[0] if mark.score < self.floor), key=lambda mark: -mark.score)
+        self.floor = min(mark.score for mark in marks if mark.score >= bottom - margin)
+        lost = [mark for mark in marks if mark.score < self.floor]
+        lost.sort(key=lambda mark: -mark.score)
         self.lost = ", ".join(f"{mark.name} {mark.score:.1f}" for mark in lost)
         for axis, marks, front in zip(axes, panels, self.fronts):
             self._draw(axis, marks, front, bottom - margin)
@@ -120,11 +125,12 @@ class Fronts:
 
     def _draw(self, axis: Axes, marks: Sequence[Mark], front: Sequence[Mark], edge: float) -> None:
         shown = [mark for mark in marks if mark.score >= self.floor]
-        axis.plot([mark.cost for mark in front], [mark.score for mark in front], color=INK, linewidth=2.2, alpha=0.35)
+        _draw_line(axis, front, color=INK, linewidth=2.2, alpha=0.35)
         for name, style in self.styles.items():
-            points = sorted((mark for mark in shown if mark.series == name), key=lambda mark: mark.cost)
+            points = [mark for mark in shown if mark.series == name]
+            points.sort(key=lambda mark: mark.cost)
             line = {**style, "marker": "", "linewidth": 0.8, "alpha": 0.6}
-            axis.plot([mark.cost for mark in points], [mark.score for mark in points], **line)
+            _draw_line(axis, points, **line)
         for mark in marks:
             style = {**self.styles[mark.series], "linestyle": ""}
             if mark in front or mark.is_named:
@@ -133,9 +139,12 @@ class Fronts:
                 style |= {"markersize": 0.75 * style["markersize"], "alpha": 0.7}
             if mark not in shown:
                 style |= {"marker": _ARROW}
-            (drawn,) = axis.plot(mark.cost, mark.score if mark in shown else edge, **style)
-            note = f"\n{mark.note}" if mark.note else ""
-            add_hint(drawn, f"{mark.name}: {mark.score:.2f} at {mark.cost:.4g}{note}")
+            height = mark.score if mark in shown else edge
+            (drawn,) = axis.plot(mark.cost, height, **style)
+            hint = f"{mark.name}: {mark.score:.2f} at {mark.cost:.4g}"
+            if mark.note:
+                hint += f"\n{mark.note}"
+            add_hint(drawn, hint)
 
     def name(self, figure: Figure) -> None:
         """Name the front of each panel, and all series in a legend below them, as wide as the figure."""
@@ -164,22 +173,33 @@ class Fronts:
         line = axis.transData.transform([(mark.cost, mark.score) for mark in front])
         for start, end in itertools.pairwise(line):
             # Small boxes along the front, so that labels keep off the line as well.
-            for share in np.linspace(0, 1, 2 + int(np.hypot(*(end - start)) // 8)):
+            length = np.hypot(*(end - start))
+            for share in np.linspace(0, 1, 2 + int(length // 8)):
                 x, y = start + share * (end - start)
                 boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
         texts = []
         lost = [mark for mark in marks if mark.score < self.floor]
-        further = [mark for mark in marks if (mark.series == "dense" or mark.is_named) and mark not in [*front, *lost]]
+        named = [mark for mark in marks if mark.series == "dense" or mark.is_named]
+        further = [mark for mark in named if mark not in front and mark not in lost]
         for mark in marks:
             if mark in front or mark.is_named:
-                ends = axis.transData.transform([(mark.cost, mark.low), (mark.cost, mark.high)])
-                boxes.append(Bbox.from_extents(ends[0, 0] - 1, ends[0, 1], ends[1, 0] + 1, ends[1, 1]))
+                bar = [(mark.cost, mark.low), (mark.cost, mark.high)]
+                (left, below), (right, above) = axis.transData.transform(bar)
+                boxes.append(Bbox.from_extents(left - 1, below, right + 1, above))
         for mark in [*front, *further, *lost]:
             look = {"color": self.styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
             look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-            name = f"{mark.name}: {mark.score:.3g}" if mark in lost else mark.name
-            texts.append(axis.text(mark.cost, max(bottom, mark.score), name, ha="center", va="center", **look))
+            name = mark.name
+            if mark in lost:
+                name += f": {mark.score:.3g}"
+            height = max(bottom, mark.score)
+            texts.append(axis.text(mark.cost, height, name, ha="center", va="center", **look))
         place_labels(axis, texts, boxes)
+
+
+def _draw_line(axis: Axes, marks: Sequence[Mark], **style: Any) -> None:
+    costs = [mark.cost for mark in marks]
+    axis.plot(costs, [mark.score for mark in marks], **style)
 
 
 @name_missing_extra()
@@ -209,8 +229,12 @@ def draw_tradeoff(
         'GFLOPs per image'
     """
     titles = {"gflops": "GFLOPs per image"} if costs is None else costs
-    panels = {key: title for key, title in titles.items() if all(row.get(key) is not None for row in rows)}
-    figure = new_figure(max(_PANEL, len(panels) * min(_PANEL, _WIDTH / len(panels))), 4.2)
+    panels = {}
+    for key, title in titles.items():
+        if all(row.get(key) is not None for row in rows):
+            panels[key] = title
+    width = len(panels) * min(_PANEL, _WIDTH / len(panels))
+    figure = new_figure(max(_PANEL, width), 4.2)
     axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False).flatten())
     fronts = Fronts(axes, [[_mark(row, key, score) for row in rows] for key in panels])
     for axis, title in zip(axes, panels.values()):
@@ -223,7 +247,8 @@ def draw_tradeoff(
         note = f"bars: standard deviation over {seeds} seeds"
     if any(map(_has_interval, rows)):
         note += "; bars: 95 % intervals of the difference to dense"
-    note = f"{note}; below the axis: {fronts.lost}" if fronts.lost else note
+    if fronts.lost:
+        note += f"; below the axis: {fronts.lost}"
     figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
     fronts.name(figure)
     return figure
@@ -235,9 +260,11 @@ def _mark(row: Mapping[str, Any], cost: str, score: str) -> Mark:
     if _has_interval(row):
         below = row["to_dense"].value - row["to_dense"].low
         above = row["to_dense"].high - row["to_dense"].value
-    note = "\n".join(filter(None, [f"± {std:.2f}" if std else "", row.get("note") or ""]))
-    ends = (row[score] - below, row[score] + above)
-    return Mark(row["name"], row["series"], row[cost], row[score], *ends, note, bool(row.get("recommended")))
+    spread = f"± {std:.2f}" if std else ""
+    note = "\n".join(filter(None, [spread, row.get("note")]))
+    value = row[score]
+    is_named = bool(row.get("recommended"))
+    return Mark(row["name"], row["series"], row[cost], value, value - below, value + above, note, is_named)
 
 
 def _has_interval(row: Mapping[str, Any]) -> bool:

@@ -59,7 +59,9 @@ def _spread(values: Tensor, slot_BN: Tensor, axis: int) -> Tensor:
     shape[0], shape[axis] = slot_BN.shape
     slots = slot_BN.view(shape)
     # Every token takes the value of its slot; those without one are set to 0 behind.
-    index = slots.clamp(min=0).expand(*values.shape[:axis], -1, *values.shape[axis + 1 :])
+    before = values.shape[:axis]
+    behind = values.shape[axis + 1 :]
+    index = slots.clamp(min=0).expand(*before, -1, *behind)
     return torch.where(slots >= 0, values.gather(axis, index), 0)
 
 
@@ -80,11 +82,14 @@ def _padded(values: Tensor, routing: Routing) -> Tensor:
 
 def _own_slots(routing: Routing) -> Tensor:
     """Return the slot of every token (B, N), -1 for tokens that are not kept."""
-    kept, (images, tokens) = routing.kept, routing.score_BN.shape
-    index_BK = kept.index_BK if kept.valid_BK is None else kept.index_BK.masked_fill(~kept.valid_BK, tokens)
+    images, tokens = routing.score_BN.shape
+    index_BK = routing.kept.index_BK
+    if routing.kept.valid_BK is not None:
+        # Empty slots write to a token beyond the last.
+        index_BK = index_BK.masked_fill(~routing.kept.valid_BK, tokens)
     slot_BK = torch.arange(index_BK.shape[1], device=index_BK.device).expand(images, -1)
-    # Empty slots write to a token beyond the last.
-    return index_BK.new_full((images, tokens + 1), -1).scatter(1, index_BK, slot_BK)[:, :-1]
+    slot_BN = index_BK.new_full((images, tokens + 1), -1).scatter(1, index_BK, slot_BK)
+    return slot_BN[:, :-1]
 
 
 def _slots(routing: Routing) -> Tensor:
@@ -101,31 +106,35 @@ def _map_to_all(values: Tensor, routing: Routing) -> Tensor:
     kept_images = routing.kept.image_S
     if values.ndim not in (3, 4):
         raise ValueError(f"attention maps must be (B, H, K, K) or (B, K, K), got {tuple(values.shape)}")
-    maps = values if values.ndim == 4 else values.unsqueeze(1)
+    has_heads = values.ndim == 4
+    maps = values if has_heads else values.unsqueeze(1)
     # A token that no block computed attends to itself alone: it stays as it is.
     itself_NN = torch.eye(tokens, dtype=maps.dtype, device=maps.device)
-    if kept_images is not None and (len(maps), *maps.shape[2:]) == (len(kept_images), tokens, tokens):
+    sides = maps.shape[2:]
+    if kept_images is not None and (len(maps), *sides) == (len(kept_images), tokens, tokens):
         passed = itself_NN.expand(images, maps.shape[1], -1, -1).clone()
         maps = passed.index_copy(0, kept_images, maps)
-    elif (len(maps), maps.shape[2]) == (images, slots) and maps.shape[3] in (slots, tokens):
-        slot_BN = _slots(routing)
+    elif len(maps) == images and sides in ((slots, slots), (slots, tokens)):
         if maps.shape[3] != tokens:
             maps = _keys_to_all(maps, routing)
-        maps = torch.where(slot_BN[:, None, :, None] >= 0, _spread(maps, slot_BN, 2), itself_NN)
-    elif (len(maps), *maps.shape[2:]) != (images, tokens, tokens):
+        slot_BN = _slots(routing)
+        is_kept = slot_BN[:, None, :, None] >= 0
+        maps = torch.where(is_kept, _spread(maps, slot_BN, 2), itself_NN)
+    elif (len(maps), *sides) != (images, tokens, tokens):
         raise ValueError(
             f"attention maps of shape {tuple(values.shape)} are none of {slots} kept tokens of {images} images, nor of "
             f"all {tokens}: take the decision of the same block and forward pass, or, where a block decides after its "
             "attention (before='mlp'), that of the block before"
         )
-    return maps if values.ndim == 4 else maps.squeeze(1)
+    return maps if has_heads else maps.squeeze(1)
 
 
 def _keys_to_all(maps_BHKK: Tensor, routing: Routing) -> Tensor:
     """Return attention to all tokens (B, H, K, N): that to a slot, shared by the tokens that were merged into it."""
     size_BK = routing.joined.size_BK
-    slot_BN = _own_slots(routing) if size_BK is None else _slots(routing)
-    if size_BK is not None:
-        # A slot stands for several tokens, which share the attention that it receives.
-        maps_BHKK = maps_BHKK / size_BK.clamp(min=1)[:, None, None, :].to(maps_BHKK.dtype)
-    return _spread(maps_BHKK, slot_BN, 3)
+    if size_BK is None:
+        return _spread(maps_BHKK, _own_slots(routing), 3)
+    # A slot stands for several tokens, which share the attention that it receives.
+    size_B11K = size_BK.clamp(min=1)[:, None, None, :]
+    maps_BHKK = maps_BHKK / size_B11K.to(maps_BHKK.dtype)
+    return _spread(maps_BHKK, _slots(routing), 3)

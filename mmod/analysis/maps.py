@@ -43,7 +43,8 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
     firsts = [group.start for group in groups]
     titles = ["image"]
     for group in groups:
-        titles.append(f"{_short(names[group])}\n{maps[group.start].float().mean():.0%} kept")
+        share = maps[group.start].float().mean()
+        titles.append(f"{_short(names[group])}\n{share:.0%} kept")
     rows, columns = len(pictures), len(titles)
     side = 1.35
     shape = pictures.shape[1:3]
@@ -79,7 +80,8 @@ def runs_of_one_mask(names: Sequence[str], masks: Sequence[Tensor]) -> list[slic
     for number, (near, both) in enumerate(pairs, 1):
         if not (_adjoin(*near) and torch.equal(*both)):
             firsts.append(number)
-    return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], len(names)])]
+    ends = [*firsts[1:], len(names)]
+    return [slice(first, end) for first, end in zip(firsts, ends)]
 
 
 def _pictures(images: Tensor) -> Tensor:
@@ -104,7 +106,8 @@ def _veiled(picture: Tensor, kept: Tensor) -> Tensor:
 
 def _adjoin(name: str, following: str) -> bool:
     """Return whether one block comes right after another."""
-    (stem, _, index), (other, _, next_index) = name.rpartition("."), following.rpartition(".")
+    stem, _, index = name.rpartition(".")
+    other, _, next_index = following.rpartition(".")
     return stem == other and index.isdecimal() and next_index == str(int(index) + 1)
 
 
@@ -113,4 +116,6 @@ def _short(names: Sequence[str]) -> str:
     last = names[-1].rpartition(".")[2]
     if len(names) > 1:
         return f"blocks {first} to {last}"
-    return f"block {first}" if "." in names[0] else names[0]
+    if "." in names[0]:
+        return f"block {first}"
+    return names[0]

@@ -93,7 +93,10 @@ class VisionPass:
         inner: Any = readers[-1]
         self._read = inner.get_image_features
         named = set(inspect.signature(self._read).parameters) - _OF_TEXT
-        self.inputs = {name: value.cpu() for name, value in inputs.items() if name in named and value is not None}
+        self.inputs: dict[str, Any] = {}
+        for name, value in inputs.items():
+            if name in named and value is not None:
+                self.inputs[name] = value.cpu()
 
     def run(self) -> None:
         """Read the images; the model may be on the meta device."""
@@ -130,7 +133,10 @@ class Prefill:
                 module.__class__ = nn.Linear
                 module.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"))
         self.text = model.get_submodule(stack.block_list.rpartition(".")[0])
-        self.heads = {name: head for name, head in model.named_modules() if name.rpartition(".")[2] == _HEAD}
+        self.heads: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == _HEAD:
+                self.heads[name] = module
         reader = group_reader(model)
         # They read the values of tokens, such as where a prompt has images.
         detach_hooks(model)
@@ -144,7 +150,9 @@ class Prefill:
         self.free: tuple[int, ...] = ()
         if reader is None:
             return
-        self.free = (tokens - prompt.protected_tokens,) if self.skips_text else prompt.images
+        self.free = prompt.images
+        if self.skips_text:
+            self.free = (tokens - prompt.protected_tokens,)
         # The first frame is never skipped.
         if reader.config.router.reads_frames:
             self.free = prompt.images[1:]
@@ -188,11 +196,11 @@ def _groups(tokens: int, free: tuple[int, ...], frames: str | int | None, *, str
         strict=strict,
         first_BN=first_BN[None],
     )
-    group_BN, gated_BN, limit_BN = (value.to("meta") for value in (groups.group_BN, groups.gated_BN, groups.limit_BN))
+    group_BN = groups.group_BN.to("meta")
     return groups._replace(
         group_BN=group_BN,
-        gated_BN=gated_BN,
-        limit_BN=limit_BN,
+        gated_BN=groups.gated_BN.to("meta"),
+        limit_BN=groups.limit_BN.to("meta"),
         # Read by some routers; the values do not matter.
         importance=lambda: torch.empty(1, tokens, device="meta"),
         earlier_BN=torch.zeros_like(group_BN),

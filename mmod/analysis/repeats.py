@@ -76,7 +76,8 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
         variance_BN = variance_BNC.sum(dim=2)
         kept_99_B = _share_that_holds(variance_BN, 0.99)
         kept_95_B = _share_that_holds(variance_BN, 0.95)
-        shares_B3.append(torch.stack([is_flat_BN.double().mean(dim=1), kept_99_B, kept_95_B], dim=1))
+        flat_B = is_flat_BN.double().mean(dim=1)
+        shares_B3.append(torch.stack([flat_B, kept_99_B, kept_95_B], dim=1))
     flat, kept_99, kept_95 = torch.cat(shares_B3).mean(dim=0).tolist()
     return RedundancyReport(sum(map(len, variances)), patch_size, flat, kept_99, kept_95)
 
@@ -101,8 +102,10 @@ def _variances(images: Tensor, patch_size: int) -> Tensor:
             f"{fitting[0]} x {fitting[1]}, or pass the side of the model's patches"
         )
     check_finite("images", images)
-    patches = images.detach().double().unfold(2, patch_size, patch_size).unfold(3, patch_size, patch_size)
-    return patches.flatten(4).var(dim=4, unbiased=False).flatten(2).transpose(1, 2)
+    rows = images.detach().double().unfold(2, patch_size, patch_size)
+    patches = rows.unfold(3, patch_size, patch_size)
+    variance_BCHW = patches.flatten(4).var(dim=4, unbiased=False)
+    return variance_BCHW.flatten(2).transpose(1, 2)
 
 
 def _share_that_holds(variance_BN: Tensor, share: float) -> Tensor:

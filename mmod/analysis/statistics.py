@@ -69,7 +69,9 @@ class Estimate:
     @property
     def has_width(self) -> bool:
         """Whether there is an interval that says something of chance: samples that are all alike say nothing."""
-        return self.has_interval and self.high - self.low > ROUNDING * max(1.0, abs(self.value))
+        if not self.has_interval:
+            return False
+        return self.high - self.low > ROUNDING * max(1.0, abs(self.value))
 
     @property
     def is_clear(self) -> bool:
@@ -83,7 +85,9 @@ class Estimate:
     def __format__(self, form: str) -> str:
         if math.isnan(self.value):
             return "no samples"
-        form = form or (".1f" if self.seeds is None else "+.1f")
+        if not form:
+            # A difference has a sign, also above zero.
+            form = ".1f" if self.seeds is None else "+.1f"
         value = _written(self.value, form)
         if not self.has_width:
             return value
@@ -96,7 +100,10 @@ class Estimate:
 def _written(number: float, form: str) -> str:
     """Return a number as text, in which zero has one sign."""
     text = f"{number:{form}}"
-    return text if text.strip("+-0.") else f"{0.0:{form}}"
+    is_zero = not text.strip("+-0.")
+    if is_zero:
+        return f"{0.0:{form}}"
+    return text
 
 
 def published(fields: Sequence[tuple[str, object]]) -> dict[str, object]:
@@ -122,13 +129,15 @@ def difference(one: BySeed, other: BySeed) -> Estimate:
         >>> print(difference({0: 95.0, 1: 94.0, 2: 96.0}, {0: 94.0, 1: 93.2, 2: 94.8}))
         +1.0 [+0.5, +1.5]
     """
-    gaps = [one[seed] - other[seed] for seed in sorted(set(one) & set(other))]
+    seeds = sorted(set(one) & set(other))
+    gaps = [one[seed] - other[seed] for seed in seeds]
     middle = mean(gaps)
     if len(gaps) == 1:
         return Estimate(middle, seeds=1)
     from scipy.special import stdtrit
 
-    half = float(stdtrit(len(gaps) - 1, 0.975)) * stdev(gaps) / len(gaps) ** 0.5
+    quantile = float(stdtrit(len(gaps) - 1, 0.975))
+    half = quantile * stdev(gaps) / len(gaps) ** 0.5
     return Estimate(middle, middle - half, middle + half, len(gaps))
 
 
@@ -153,6 +162,7 @@ def share_of(is_so_I: Values) -> Estimate:
 
 
 def _interval_of_share(share: float, images: int) -> Estimate:
+    # Wilson's interval.
     extra = _NORMAL**2 / images
     middle = (share + extra / 2) / (1 + extra)
     half = (extra * share * (1 - share) + extra**2 / 4) ** 0.5 / (1 + extra)
@@ -186,9 +196,10 @@ def of_samples(mean: Estimate, samples: int, wanted: int) -> Estimate:
     """
     if 0 <= mean.value <= 1:
         share = _interval_of_share(mean.value, samples)
-        if math.isclose(share.low, mean.low, abs_tol=ROUNDING) and math.isclose(
-            share.high, mean.high, abs_tol=ROUNDING
-        ):
+        is_low = math.isclose(share.low, mean.low, abs_tol=ROUNDING)
+        is_high = math.isclose(share.high, mean.high, abs_tol=ROUNDING)
+        # The interval is that of a share, and not of a change or a mean.
+        if is_low and is_high:
             return _interval_of_share(mean.value, wanted)
     middle = mean.value * samples / (samples + 2)
     # The further end: the other one may be cut off where all or none are right.
@@ -201,8 +212,9 @@ def of_samples(mean: Estimate, samples: int, wanted: int) -> Estimate:
         half = _NORMAL * (variance / (wanted + 2)) ** 0.5
         return Estimate(mean.value, middle - half, middle + half)
     shrinking = (samples / wanted) ** 0.5
-    ends = (mean.value - shrinking * (mean.value - mean.low), mean.value + shrinking * (mean.high - mean.value))
-    return Estimate(mean.value, *ends)
+    low = mean.value - shrinking * (mean.value - mean.low)
+    high = mean.value + shrinking * (mean.high - mean.value)
+    return Estimate(mean.value, low, high)
 
 
 def keeps(loss: Estimate, tolerance: float) -> bool:
@@ -277,11 +289,15 @@ class Resampling:
 
     def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Estimate:
         """Return a difference that `figure` computes from weights of the images (S, images); one has no interval."""
-        value = float(figure(np.full((1, self.images), 1 / self.images))[0])
+        equal_weights = np.full((1, self.images), 1 / self.images)
+        value = float(figure(equal_weights)[0])
         if self.images == 1:
             return Estimate(value, seeds=1)
-        drawn = np.concatenate([figure(count_SI.astype(np.float32) / self.images) for count_SI in self._counts])
-        return replace(estimate_of(value, drawn), seeds=1)
+        drawn = []
+        for count_SI in self._counts:
+            weight_SI = count_SI.astype(np.float32) / self.images
+            drawn.append(figure(weight_SI))
+        return replace(estimate_of(value, np.concatenate(drawn)), seeds=1)
 
 
 def simultaneous(value_C: Values, resampled: Values) -> list[Estimate]:
@@ -293,9 +309,11 @@ def simultaneous(value_C: Values, resampled: Values) -> list[Estimate]:
     """
     error = resampled.std(axis=0)
     # The largest deviation over all figures, in units of each one's error, bounds all of them at once.
-    deviation = np.abs(resampled - resampled.mean(axis=0)) / np.where(error > 0, error, 1.0)
+    unit = np.where(error > 0, error, 1.0)
+    deviation = np.abs(resampled - resampled.mean(axis=0)) / unit
     half_C = np.percentile(deviation.max(axis=1), 95) * error
-    return [Estimate(value, value - half, value + half) for value, half in zip(value_C.tolist(), half_C.tolist())]
+    pairs = zip(value_C.tolist(), half_C.tolist())
+    return [Estimate(value, value - half, value + half) for value, half in pairs]
 
 
 def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
@@ -309,7 +327,8 @@ def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
         >>> print(pseudo_mean(3.0, (12.0 - values) / 3))  # The mean has no bias.
         3.0 [0.9, 5.1]
     """
-    return normal_mean(len(left_out_G) * value - (len(left_out_G) - 1) * left_out_G)
+    groups = len(left_out_G)
+    return normal_mean(groups * value - (groups - 1) * left_out_G)
 
 
 def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
@@ -324,7 +343,8 @@ def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
     exceeding = np.zeros(gap_IC.shape[1])
     for size in _chunks(images, draws):
         signs = rng.integers(0, 2, size=(size, images), dtype=np.int8) * 2.0 - 1
-        exceeding += (np.abs(signs @ gap_IC) >= observed).sum(axis=0)
+        flipped = np.abs(signs @ gap_IC)
+        exceeding += (flipped >= observed).sum(axis=0)
     # The observed signs count as one of the draws, so that no p-value is 0.
     return (exceeding + 1) / (draws + 1)
 
@@ -356,8 +376,9 @@ def normal_mean(value_I: Tensor) -> Estimate:
     middle = float(value_I.sum()) / count
     if count == 1:
         return Estimate(middle)
+    square = float(value_I.square().sum()) / count
     # Rounding may make it negative where all values are equal.
-    variance = max(0.0, float(value_I.square().sum()) / count - middle**2) * count / (count - 1)
+    variance = max(0.0, square - middle**2) * count / (count - 1)
     half = _NORMAL * (variance / count) ** 0.5
     return Estimate(middle, middle - half, middle + half)
 
@@ -377,7 +398,12 @@ def unbeaten(
     costs: Mapping[Name, float], is_better: Callable[[Name, Name], bool], tolerance: float = _AS_CHEAP
 ) -> list[Name]:
     """Return the names than which none that is as cheap is better; `is_better` may hold for clear differences alone."""
-    return [name for name in costs if not any(is_better(other, name) for other in as_cheap(costs, name, tolerance))]
+    names = []
+    for name in costs:
+        rivals = as_cheap(costs, name, tolerance)
+        if not any(is_better(other, name) for other in rivals):
+            names.append(name)
+    return names
 
 
 def pareto_front(costs: Mapping[Name, float], scores: Mapping[Name, float], tolerance: float = _AS_CHEAP) -> list[Name]:
@@ -389,6 +415,8 @@ def pareto_front(costs: Mapping[Name, float], scores: Mapping[Name, float], tole
     """
 
     def is_better(one: Name, other: Name) -> bool:
-        return scores[one] > scores[other] or (scores[one] == scores[other] and costs[one] < costs[other])
+        if scores[one] == scores[other]:
+            return costs[one] < costs[other]
+        return scores[one] > scores[other]
 
     return unbeaten(costs, is_better, tolerance)

@@ -65,9 +65,9 @@ _THEME = {INK: "var(--ink)", FAINT: "var(--faint)", LINE: "var(--line)", PAPER: 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the style of each series, as keywords of matplotlib.
 
-    Colours and markers follow from names, so a series has one look in all figures, unless another series of the figure
-    has its colour: then it has the next free one, while there is one. Series of most studies choose first. The dense
-    model is a star in ink; controls, such as "random", are grey and dashed.
+    Colours and markers follow from names, so a series has one look in all figures. Where another series of the figure
+    has its colour, it has the next free one, while there is one. Series of most studies choose first. The dense model
+    is a star in ink; controls, such as "random", are grey and dashed.
     """
     styles: dict[str, dict[str, object]] = {}
     taken: set[tuple[str, str]] = set()
@@ -78,7 +78,8 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         number = _FIXED.get(name, crc32(name.encode()))
         colour_number = number % len(PALETTE)
         if free and not control and name != "dense":
-            colour_number = colour_number if colour_number in free else free[0]
+            if colour_number not in free:
+                colour_number = free[0]
             free.remove(colour_number)
         colour = PALETTE[colour_number]
         marker = MARKERS[number % len(MARKERS)]
@@ -182,11 +183,15 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
     # From near to far, and at each distance to the right and above first.
     sides = itertools.product((1, -1, 0), (0, 1, -1))
     for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), sides):
-        centre = (point[0] + x * (size.width / 2 + far), point[1] + y * (size.height / 2 + far))
-        text.set_position(tuple(axis.transData.inverted().transform(centre)))
+        across = point[0] + x * (size.width / 2 + far)
+        upwards = point[1] + y * (size.height / 2 + far)
+        text.set_position(tuple(axis.transData.inverted().transform((across, upwards))))
         box = text.get_window_extent()
-        inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
-        if inside and not any(box.overlaps(other) or _leads_through(other, box, point) for other in taken):
+        fits_across = room.x0 <= box.x0 and box.x1 <= room.x1
+        fits_upwards = room.y0 <= box.y0 and box.y1 <= room.y1
+        if not fits_across or not fits_upwards:
+            continue
+        if not any(box.overlaps(other) or _leads_through(other, box, point) for other in taken):
             return box
     return None
 
@@ -196,7 +201,9 @@ def _leads_through(other: Bbox, box: Bbox, point: tuple[float, float]) -> bool:
     if box.padded(_NEAR).contains(*point) or other.contains(*point):
         return False
     x, y = _nearest(box, *point)
-    line = np.linspace((x, y), point, 2 + int(np.hypot(x - point[0], y - point[1]) // 4))
+    length = np.hypot(x - point[0], y - point[1])
+    # Every few pixels: a box that is passed is larger.
+    line = np.linspace((x, y), point, 2 + int(length // 4))
     return any(other.contains(*place) for place in line)
 
 

@@ -155,7 +155,9 @@ def measured_once(store: Store, identity: Mapping[str, object], measure: Callabl
 
 def evaluated(table: Table, name: str) -> int:
     """Return the number of samples of a candidate; 0 before it is measured."""
-    return _rows(table, name).samples if name in table.runs else 0
+    if name not in table.runs:
+        return 0
+    return _rows(table, name).samples
 
 
 def by_seed(table: Table, figure: str, name: str) -> dict[int, float]:
@@ -199,24 +201,30 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
     if not paired_by_sample(table, figure, (name, other)):
         values = by_seed(table, figure, name)
         others = by_seed(table, figure, other)
-        return difference(values, others) if set(values) & set(others) else None
+        if not set(values) & set(others):
+            return None
+        return difference(values, others)
     one_outcomes = _outcomes(table, name)
     other_outcomes = _outcomes(table, other)
     # Candidates may be evaluated on the first samples alone.
-    count = min(len(next(iter(outcomes.values()))) for outcomes in (one_outcomes, other_outcomes))
+    count = min(_sample_count(one_outcomes), _sample_count(other_outcomes))
     if not count:
         return None
     if figure not in one_outcomes:
         weigh = table.weigh[figure]
         one_columns = {column: value_N[:count] for column, value_N in one_outcomes.items()}
         other_columns = {column: value_N[:count] for column, value_N in other_outcomes.items()}
-        return _resampling(count, _DRAWS).of(
-            lambda weight_SN: weigh(one_columns, weight_SN) - weigh(other_columns, weight_SN)
-        )
+
+        def weighed_gap(weight_SN: np.ndarray) -> np.ndarray:
+            return weigh(one_columns, weight_SN) - weigh(other_columns, weight_SN)
+
+        return _resampling(count, _DRAWS).of(weighed_gap)
     change = _change(one_outcomes[figure][:count], other_outcomes[figure][:count])
     # Outcomes are shares, and figures of their names in percent.
     is_in_percent = figure in _rows(table, name).figures
-    return dataclasses.replace(100 * change, seeds=1) if is_in_percent else change
+    if not is_in_percent:
+        return change
+    return dataclasses.replace(100 * change, seeds=1)
 
 
 def gain(table: Table, figure: str, before: str, name: str) -> Estimate | None:
@@ -263,6 +271,7 @@ def close_groups(table: Table, figure: str, names: Sequence[str]) -> list[list[s
     for name in names:
         differences = gaps(table, figure, dict.fromkeys(names, name))
         near[name] = {other for other, value in differences.items() if value is None or not value.is_clear}
+    # Each unclear pair that no group holds yet begins one, which takes in all that are near its members.
     groups: list[list[str]] = []
     for one, two in combinations(names, 2):
         if two not in near[one] or any({one, two} <= set(group) for group in groups):
@@ -279,8 +288,10 @@ def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, fl
     """Return the mean `x` and standard deviation `x_std` of every figure by seed; None is that of a single seed."""
     columns: dict[str, float | None] = {}
     for name in dict.fromkeys(chain.from_iterable(figures.values())):
-        values = [by_name[name] for _, by_name in sorted(figures.items()) if name in by_name]
-        columns |= {name: mean(values), f"{name}_std": stdev(values) if len(values) > 1 else None}
+        in_order = [by_name for _, by_name in sorted(figures.items())]
+        values = [by_name[name] for by_name in in_order if name in by_name]
+        columns[name] = mean(values)
+        columns[f"{name}_std"] = stdev(values) if len(values) > 1 else None
     return columns
 
 
@@ -300,11 +311,18 @@ def mean_outcomes(table: Table, name: str) -> dict[str, np.ndarray]:
     runs = [rows.outcomes for rows in table.runs[name].values()]
     if len(runs) == 1:
         return dict(runs[0])
-    return {column: np.mean([outcomes[column] for outcomes in runs], axis=0) for column in runs[0]}
+    means = {}
+    for column in runs[0]:
+        means[column] = np.mean([outcomes[column] for outcomes in runs], axis=0)
+    return means
 
 
 def _outcomes(table: Table, name: str) -> Mapping[str, np.ndarray]:
     return _rows(table, name).outcomes
+
+
+def _sample_count(outcomes: Mapping[str, np.ndarray]) -> int:
+    return len(next(iter(outcomes.values())))
 
 
 def _change(outcome_N: np.ndarray, other_N: np.ndarray) -> Estimate:
@@ -323,19 +341,23 @@ def _change(outcome_N: np.ndarray, other_N: np.ndarray) -> Estimate:
         # On other samples the other model may be right more often, so that more can be lost than it has on these.
         least = right.low
         most = right.high
-    return dataclasses.replace(change, low=max(change.low, 0.0 - most), high=min(change.high, 1 - least))
+    low = max(change.low, 0.0 - most)
+    high = min(change.high, 1 - least)
+    return dataclasses.replace(change, low=low, high=high)
 
 
 def _are_equal_shares(value_N: np.ndarray) -> bool:
     """Return whether several samples have the same share, to rounding: the bootstrap would be sure of it."""
-    return len(value_N) > 1 and float(np.ptp(value_N)) < ROUNDING and 0 <= value_N[0] <= 1
+    are_equal = len(value_N) > 1 and float(np.ptp(value_N)) < ROUNDING
+    return are_equal and 0 <= value_N[0] <= 1
 
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:
     value = float(value_N.mean())
     if len(value_N) < FEWEST:
         return Estimate(value)
-    return estimate_of(value, _resampling(len(value_N), _DRAWS).means(value_N[:, None])[:, 0])
+    means_SC = _resampling(len(value_N), _DRAWS).means(value_N[:, None])
+    return estimate_of(value, means_SC[:, 0])
 
 
 # The same draws for all differences of a table.

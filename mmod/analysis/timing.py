@@ -102,7 +102,8 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
         {'dense': (4.0, 1.0), 'a': (2.0, 2.0)}
     """
     speedups = {name: ratios(times[base], values).median for name, values in times.items()}
-    return {name: (statistics.median(times[base]) / speedup, speedup) for name, speedup in speedups.items()}
+    base_time = statistics.median(times[base])
+    return {name: (base_time / speedup, speedup) for name, speedup in speedups.items()}
 
 
 def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
@@ -208,8 +209,8 @@ def times_once(
         readings: Makes the models and their passes.
 
     Returns:
-        The times, and the seconds that rounds took for each second of computing on the CPU thread, their median: 1 on
-        an idle machine, on a GPU, and with more threads.
+        The times, and a median over rounds: the seconds that a round took for each second of computing on the CPU
+        thread. It is 1 on an idle machine, on a GPU, and with more threads.
     """
     by_pass: Times[Any] = {}
     waiting = []
@@ -232,11 +233,15 @@ def times_once(
                 seconds = time.perf_counter() - started
                 computed = time.thread_time() - computed
                 is_told = device.type == "cpu" and torch.get_num_threads() == 1 and seconds > _SHORTEST
-                record = {"times": list(measured.items()), "waiting": seconds / computed if is_told else 1.0}
+                ratio = seconds / computed if is_told else 1.0
+                record = {"times": list(measured.items()), "waiting": ratio}
                 found = store.once(key, partial(dict, record), timed_on=str(device))
             waiting.append(found["waiting"])
             for of, by_name in found["times"]:
-                of_pass = by_pass.setdefault(tuple(of) if isinstance(of, list) else of, {})
+                # JSON has no tuples.
+                if isinstance(of, list):
+                    of = tuple(of)
+                of_pass = by_pass.setdefault(of, {})
                 for name, ms in by_name.items():
                     of_pass.setdefault(name, []).extend(ms)
             bar.update()

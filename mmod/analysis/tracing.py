@@ -187,8 +187,10 @@ class Trace(Mapping[str, Routing]):
                 f"decisions of {' and '.join(lengths.values())} are about sequences of other lengths: trace one part "
                 "alone, such as mmod.trace(model.vision_tower)"
             )
-        prefix = self.prefix if prefix is None else prefix
-        grid = self.grid if grid is None else grid
+        if prefix is None:
+            prefix = self.prefix
+        if grid is None:
+            grid = self.grid
         kept = torch.stack([routing.keep_BN[:, prefix:] for routing in routings.values()])
         # Of prompts, the tokens of images alone, which are those of all frames in order.
         if image_BN is not None:
@@ -231,14 +233,17 @@ class Trace(Mapping[str, Routing]):
             8
         """
         if grid is None and self._seen.grid is None and image_BN is None and len(self):
-            prefix = self.prefix if prefix is None else prefix
+            if prefix is None:
+                prefix = self.prefix
             grid = self._grid_of_squares(images, prefix)
         return draw_maps(images, list(self), self.maps(prefix, grid, image_BN).cpu(), labels)
 
     def _grid_of_squares(self, images: Tensor, prefix: int) -> Grid | None:
         """Return rows and columns of square patches that tile images; None where none do."""
         patches = next(iter(self.values())).keep_BN.shape[1] - prefix
-        return grid_of_squares(patches, *images.shape[-2:]) if patches > 0 else None
+        if patches <= 0:
+            return None
+        return grid_of_squares(patches, *images.shape[-2:])
 
     def __str__(self) -> str:
         if not self._modules:
@@ -251,12 +256,15 @@ class Trace(Mapping[str, Routing]):
         masks = [routing.keep_BN for routing in self.values()]
         rows = []
         for group in runs_of_one_mask(names, masks):
-            together = names[group]
-            named = together[0]
-            if len(together) > 1:
-                named += f" to {together[-1].rpartition('.')[2]}"
-            rows.append([named, str(masks[group.start].shape[1]), f"{shares[together[0]]:.3f}"])
-        counted = f"{len(rows)} decision{'s' if len(rows) > 1 else ''}"
+            first, *others = names[group]
+            named = first
+            if others:
+                last = others[-1].rpartition(".")[2]
+                named += f" to {last}"
+            tokens = masks[group.start].shape[1]
+            rows.append([named, str(tokens), f"{shares[first]:.3f}"])
+        noun = "decisions" if len(rows) > 1 else "decision"
+        counted = f"{len(rows)} {noun}"
         if len(rows) < len(names):
             counted += f" of {len(names)} blocks"
         title = f"{counted}, {mean:.3f} of the tokens kept on average"
