@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmod.analysis.statistics import Estimate, difference
@@ -13,7 +14,9 @@ from mmod.audits.plots import draw_audit, draw_gaps
 from mmod.report.sources import AuditRecord, RunRecord
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 # Titles of figures; see `mmod.training.engine.health`.
 _TITLES = {
@@ -60,8 +63,8 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
     charts.append(_chart(record, "kept", "share of tokens kept", text, _draw_kept(audit.across)))
     if record.flops is not None:
         parts = _flops_by_part(record.flops)
-        listed = ", ".join(f"{part} {dense:.2f} and {routed:.2f}" for part, (dense, routed) in parts.items())
-        text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {listed}."
+        listed = [f"{part} {dense:.2f} and {routed:.2f}" for part, (dense, routed) in parts.items()]
+        text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {', '.join(listed)}."
         charts.append(_chart(record, "flops", "FLOPs by part", text, _draw_flops(parts)))
     return charts
 
@@ -71,9 +74,9 @@ def _listed(values: Sequence[tuple[str, float]], form: str) -> str:
 
 
 def _chart(record: AuditRecord, name: str, title: str, text: str, figure: Figure) -> Chart:
-    return Chart(
-        f"{record.name.replace('/', '-')}-{name}", f"{record.name}: {title}", text, svg_of(figure), record.command
-    )
+    # A name in HTML: that of a run may have folders.
+    prefix = record.name.replace("/", "-")
+    return Chart(f"{prefix}-{name}", f"{record.name}: {title}", text, svg_of(figure), record.command)
 
 
 def _draw_kept(across: Across) -> Figure:
@@ -93,7 +96,8 @@ def _draw_kept(across: Across) -> Figure:
             add_hint(bar, f"{block}: {share:.3f}, {name}")
     axis.set(ylabel="share of tokens kept", ylim=(0, 1))
     tidy(axis)
-    axis.tick_params(axis="x", rotation=45 if blocks > 6 else 0)
+    rotation = 45 if blocks > 6 else 0
+    axis.tick_params(axis="x", rotation=rotation)
     if is_shared:
         add_legend(figure, handles, 2)
     return figure
@@ -153,37 +157,49 @@ def health_chart(run: RunRecord) -> Chart | None:
     if every > 1:
         title += f", one logged step in {every}"
     command = "mmod train image|pairs|chat|text CONFIG  # the config.yaml of the run"
-    return Chart(f"{run.name.replace('/', '-')}-routers", title, text, svg_of(draw_health(rows)), command)
+    prefix = run.name.replace("/", "-")
+    return Chart(f"{prefix}-routers", title, text, svg_of(draw_health(rows)), command)
 
 
 def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw every figure that some row has over steps, with a line for each block."""
-    panels = {name: title for name, title in _TITLES.items() if any(row.get(name) is not None for row in rows)}
+    panels = {}
+    for name, title in _TITLES.items():
+        if any(row.get(name) is not None for row in rows):
+            panels[name] = title
+    # The same block has one colour in all panels.
     blocks = list(dict.fromkeys(row["block"] for row in rows))
-    handles: dict[str, object] = {}
+    colours = {block: PALETTE[number % len(PALETTE)] for number, block in enumerate(blocks)}
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
-    figure = new_figure(4.8 * columns, 2.4 * lines + 0.25 * -(-len(blocks) // (3 * columns)) + 0.2)
+    legend_lines = -(-len(blocks) // (3 * columns))
+    figure = new_figure(4.8 * columns, 2.4 * lines + 0.25 * legend_lines + 0.2)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for axis in axes[len(panels) :]:
         axis.remove()
+    handles: dict[str, object] = {}
     for axis, (name, title) in zip(axes, panels.items()):
-        for number, block in enumerate(blocks):
-            for data, line in _LINES.items():
-                logged = [row for row in rows if (row["block"], row["data"]) == (block, data)]
-                points = [(row["step"], row[name]) for row in logged if row.get(name) is not None]
-                if not points:
-                    continue
-                look = {"color": PALETTE[number % len(PALETTE)], "linestyle": line, "linewidth": 1.3}
-                mark = {"marker": "o", "markersize": 3} if len(points) < 30 else {}
-                (drawn,) = axis.plot(*zip(*points), **look, **mark)
-                add_hint(drawn, f"{block}, {data}")
-                label = block if data == "train" else f"{block}, {data}"
-                handles.setdefault(label, drawn)
+        for block, data in product(blocks, _LINES):
+            logged = [row for row in rows if (row["block"], row["data"]) == (block, data)]
+            points = [(row["step"], row[name]) for row in logged if row.get(name) is not None]
+            if not points:
+                continue
+            drawn = _draw_points(axis, points, color=colours[block], linestyle=_LINES[data])
+            add_hint(drawn, f"{block}, {data}")
+            label = block if data == "train" else f"{block}, {data}"
+            handles.setdefault(label, drawn)
         axis.set(title=title, xlabel="optimiser steps")
         tidy(axis)
     add_legend(figure, handles, 3 * columns)
     return figure
+
+
+def _draw_points(axis: Axes, points: Sequence[tuple[int, float]], **style: Any) -> Line2D:
+    """Draw a line through some points, with a mark at each where they are few."""
+    if len(points) < 30:
+        style |= {"marker": "o", "markersize": 3}
+    (drawn,) = axis.plot(*zip(*points), linewidth=1.3, **style)
+    return drawn
 
 
 def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
@@ -196,8 +212,10 @@ def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
         if len(runs) < 2:
             continue
         for figure in runs[0]:
-            if all(figure in figures for figures in runs):
-                rows.append([name, figure, str(len(runs)), _mean(figure, [figures[figure] for figures in runs])])
+            if not all(figure in figures for figures in runs):
+                continue
+            values = [figures[figure] for figures in runs]
+            rows.append([name, figure, str(len(runs)), _mean(figure, values)])
     return rows
 
 

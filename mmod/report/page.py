@@ -70,7 +70,9 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
     """
     sources = [Path(folder) for folder in folders]
     studies, audits, runs = read_sources(sources)
-    target = Path(output) if output is not None else sources[0] / "report"
+    target = sources[0] / "report"
+    if output is not None:
+        target = Path(output)
     record_config(target, {"folders": [str(path.resolve()) for path in sources]}, file="report.json", kind="a report")
 
     sections = [
@@ -103,16 +105,17 @@ def _figure(chart: Chart) -> str:
 
 
 def _study_section(study: StudyRecord) -> _Section:
-    maps = {path: _MAPS.format(path.stem.removeprefix("maps-")) for path in sorted(study.folder.glob("maps-*.svg"))}
+    models = {path: path.stem.removeprefix("maps-") for path in sorted(study.folder.glob("maps-*.svg"))}
+    maps = {path: _MAPS.format(model) for path, model in models.items()}
     searches = sorted(study.folder.glob("seed0/*.plans/*.svg"))
     plans = {path: _PLAN.format(path.parent.stem, path.stem) for path in searches}
     tables = "".join(_table(rows, f"Models of {study.name}") for rows in study.tables)
     if study.summary:
         tables = _table(study.summary, f"Models of {study.name}") + _folded("All columns", tables)
-    recommended = [path for path in maps if path.stem.removeprefix("maps-") in study.recommended]
+    recommended = [path for path, model in models.items() if model in study.recommended]
     # Where no recommended model has maps, as smaller images have none, those that lose least are shown.
     changes = {row.get("name"): float(row.get("to_dense/mean") or 0.0) for row in study.rows}
-    by_loss = sorted(maps, key=lambda path: -changes.get(path.stem.removeprefix("maps-"), 0.0))
+    by_loss = sorted(maps, key=lambda path: -changes.get(models[path], 0.0))
     shown = {path: maps[path] for path in (recommended or by_loss)[:_SHOWN_MAPS]}
     further = [path.name for path in maps if path not in shown]
     heading = f"In {study.folder}, since maps of at most {_SHOWN_MAPS} models are on this page:"
@@ -121,14 +124,20 @@ def _study_section(study: StudyRecord) -> _Section:
     if study.command:
         command = f"{study.command}  # its whole config is below"
     drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.svg, command)
+    verdict = ""
+    for part in study.verdict:
+        verdict += _rich(part) if isinstance(part, str) else _table(part, "What is named")
+    further_maps = ""
+    if further:
+        further_maps = _details("Routing maps of further models", "\n".join([heading, *further]))
     return _Section(
         f"Study {study.name}",
-        "".join(_rich(part) if isinstance(part, str) else _table(part, "What is named") for part in study.verdict),
+        verdict,
         _figure(drawn)
         + _pictures(study.name, shown)
         + _rich(study.code)
         + tables
-        + (_details("Routing maps of further models", "\n".join([heading, *further])) if further else "")
+        + further_maps
         + _folded("Plans that were searched", _pictures(study.name, plans))
         + _details("Config", json.dumps(study.config, indent=2))
         + _details("Environment", _lines(study.environment)),
@@ -139,12 +148,14 @@ def _audit_section(record: AuditRecord) -> _Section:
     audit = record.audit
     # The picture of the verdict comes first, its tables next.
     first, *others = map(_figure, audit_charts(record))
-    routed = None if record.flops is None else float(record.flops["routed"])
+    routed = None
+    if record.flops is not None:
+        routed = float(record.flops["routed"])
     counted = {"this model": routed, **record.baseline_flops}
-    costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
+    costs = [f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None]
     parts = audit.sections()
     if record.baseline_flops and costs:
-        parts.append(f"MFLOPs of a sample: {costs}.")
+        parts.append(f"MFLOPs of a sample: {', '.join(costs)}.")
     if record.generation is not None:
         parts.append(record.generation.table())
     maps = dict.fromkeys(record.folder.glob("maps.svg"), _MAPS.format(record.name))
@@ -185,7 +196,9 @@ def _common_section(audits: Sequence[AuditRecord]) -> list[_Section]:
     rows = [[*header, "blocks"]]
     for record in audits:
         audit = record.audit
-        share = "" if audit.explained is None else f"{audit.explained:.2f}, {audit.position}"
+        share = ""
+        if audit.explained is not None:
+            share = f"{audit.explained:.2f}, {audit.position}"
         rows.append([record.name, f"{audit.gap:+.1f}", share, audit.kind, audit.across.kind])
     content = _table(rows, "Verdicts, with 95 % intervals over images")
     means = rows_over_runs(audits)
@@ -250,10 +263,11 @@ def _rich(text: str) -> str:
             continue
         for block in filter(None, part.strip().split("\n\n")):
             items = block.split("\n")
-            if all(item.startswith("- ") for item in items):
-                content += f"<ul>{''.join(f'<li>{inline(item[2:])}</li>' for item in items)}</ul>"
-            else:
+            if not all(item.startswith("- ") for item in items):
                 content += f"<p>{inline(block)}</p>"
+                continue
+            listed = "".join(f"<li>{inline(item[2:])}</li>" for item in items)
+            content += f"<ul>{listed}</ul>"
     return content
 
 

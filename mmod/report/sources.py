@@ -192,10 +192,14 @@ def _run_name(run: Path, root: Path) -> str:
 def _numbered(records: Sequence[AnyRecord]) -> list[AnyRecord]:
     """Return records with numbers behind repeated names, as in "a", "b", "a (2)"."""
     names = [record.name for record in records]
-    # How often the name occurred up to here.
-    counts = [names[: position + 1].count(name) for position, name in enumerate(names)]
-    numbered = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
-    return [dataclasses.replace(record, name=name) for record, name in zip(records, numbered)]
+    numbered = []
+    for position, record in enumerate(records):
+        # How often the name occurred up to here.
+        count = names[: position + 1].count(record.name)
+        if count > 1:
+            record = dataclasses.replace(record, name=f"{record.name} ({count})")
+        numbered.append(record)
+    return numbered
 
 
 def _read_table(path: Path) -> list[dict[str, Any]]:
