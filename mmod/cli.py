@@ -96,7 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     It exits with code 2 if the command line, or a config or file that it names, is wrong, and with 1 for other errors.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    words = list(arguments)
     # What a shell adds to this are the words that it completes, not a command.
     if words[:1] == ["--complete"]:
         print("\n".join(completions(os.environ.get("COMP_LINE", ""))))
@@ -122,7 +124,9 @@ def read_command(words: Sequence[str]) -> tuple[str, list[str]]:
         if len(members) == 1 and _words(members[0]) == group:
             return members[0], list(words[len(group) :])
         valid = sorted({_words(name)[len(group)] for name in members})
-        word = words[len(group)] if len(words) > len(group) else ""
+        word = ""
+        if len(words) > len(group):
+            word = words[len(group)]
         if word not in valid:
             _end_without_command(group, members, valid, word)
         group.append(word)
@@ -141,13 +145,17 @@ def _end_without_command(group: Sequence[str], members: Sequence[str], valid: Se
         with one_line_errors():
             check_builds()
         sys.exit()
-    problem = f"no command {f'{title} {word}'!r}" if word else f"name a command behind {title!r}"
-    near = near_names(word, valid) if word else ""
-    if near:
-        _end(f"{problem}; {near}; `{title} --help` lists all")
-    meant = _meant_command(" ".join(group), word) if Path(word).is_file() else ""
-    if meant:
-        _end(f"{problem}: run `{meant} {word}`")
+    problem = f"name a command behind {title!r}"
+    if word:
+        command = f"{title} {word}"
+        problem = f"no command {command!r}"
+        near = near_names(word, valid)
+        if near:
+            _end(f"{problem}; {near}; `{title} --help` lists all")
+    if Path(word).is_file():
+        meant = _meant_command(" ".join(group), word)
+        if meant:
+            _end(f"{problem}: run `{meant} {word}`")
     # The fault stands last to be seen.
     sys.stderr.write(f"{listing}\n")
     _end(problem)
@@ -184,8 +192,12 @@ def run(command: str, arguments: Sequence[str]) -> None:
         if command in SCREENS and asks_for_screen(arguments):
             print(first_screen(command), flush=True)
             return
-        kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()
-        folders = import_path(COMMANDS[command].function)(list(arguments), *kind)
+        entry = COMMANDS[command]
+        function = import_path(entry.function)
+        if entry.kind:
+            folders = function(list(arguments), entry.kind)
+        else:
+            folders = function(list(arguments))
         if command in _REPORTED:
             from mmod.report.command import report_on
 
@@ -234,8 +246,9 @@ def _check_config(command: str, arguments: Sequence[str]) -> None:
     # A folder may be that of a run.
     if path.startswith("-") or Path(path).is_dir():
         return
+    noun = "run, config or folder" if command.endswith("_OR_RUN") else "config file"
     try:
-        existing_config(path, "run, config or folder" if command.endswith("_OR_RUN") else "config file")
+        existing_config(path, noun)
     except FileNotFoundError as error:
         _end(str(error))
     meant = _meant_command(command, path)
@@ -267,7 +280,9 @@ def _meant_command(command: str, path: str) -> str:
     if kind is None:
         # Only the command says the kind of a file that names none.
         return "" if command.startswith("train") else "mmod train KIND"
-    return f"mmod train {kind}" if kind in KINDS else ""
+    if kind not in KINDS:
+        return ""
+    return f"mmod train {kind}"
 
 
 def _is_of_images(fields: dict[str, Any]) -> bool:

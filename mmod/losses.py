@@ -52,7 +52,11 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
     """
     soft_BN = torch.sigmoid(routing.score_BN)
     tokens = routing.tokens
-    counted_BN = tokens.gated_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
+    counted_BN: Tensor | None
+    if isinstance(tokens, TokenGroups):
+        counted_BN = tokens.gated_BN
+    else:
+        counted_BN = tokens.valid_BN
     share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), counted_BN)
     return (share - float(router.capacity)).abs()
 
@@ -114,6 +118,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     terms = [module.auxiliary_loss(name, model.training) for name, module in deciding.items() if module.has_loss]
     if not terms:
         parameter = next(model.parameters(), None)
-        return torch.zeros((), device=None if parameter is None else parameter.device)
+        device = None if parameter is None else parameter.device
+        return torch.zeros((), device=device)
     # Blocks may be on several devices.
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()

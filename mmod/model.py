@@ -94,7 +94,7 @@ def route_(
 ) -> Model:
     """Route a model in place: planned blocks run on the tokens that their routers keep; see also `apply_`.
 
-    The classes of single blocks change and nothing is wrapped: all weights keep their names in the state dict, and a
+    The classes of single blocks change and nothing is wrapped, so all weights keep their names in the state dict. A
     dense checkpoint loads before or after routing (with `strict=False` if routers have parameters).
 
     Args:
@@ -151,7 +151,8 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
         call = f"mmod.preset({name!r}, {arguments})" if arguments else repr(name)
         raise ValueError(f"call mmod.route_(model, {call}): options of a preset go into it, and {reason}")
     # A preset for the part "language" is no value of the field "language".
-    if config is None and fields and str(parts.get("language")) not in PRESETS and _are_options(fields, ROUTING_FIELDS):
+    is_of_language = str(parts.get("language")) in PRESETS
+    if config is None and fields and not is_of_language and _are_options(fields, ROUTING_FIELDS):
         RoutingConfig.from_dict(fields)
         call = f"mmod.route_(model, mmod.RoutingConfig({arguments}))"
         raise ValueError(f"call {call}: fields of a config go into one, and {reason}")
@@ -169,14 +170,16 @@ def _are_options(names: Iterable[str], options: Sequence[str]) -> bool:
 
 def _check_how(name: str, value: object) -> None:
     """Raise a TypeError unless an argument says how to route; values of a config's field are a common mistake."""
-    field = "blocks" if value in LAYOUTS else "router"
     if isinstance(value, str) and value in (*LAYOUTS, *SCORES) and value not in PRESETS:
+        field = "blocks" if value in LAYOUTS else "router"
         raise TypeError(
             f"{name} must be a RoutingConfig, got {brief(value)}, which is a value of {field}: pass "
             f"mmod.RoutingConfig({field}={value!r})"
         )
     if value is not None and not isinstance(value, (RoutingConfig, str)):
-        hint = "; a method goes to mmod.apply_" if isinstance(value, Method) else ""
+        hint = ""
+        if isinstance(value, Method):
+            hint = "; a method goes to mmod.apply_"
         raise TypeError(
             f"{name} must be a RoutingConfig, got {brief(value)}, or the name of a preset, which mmod.presets() "
             f"lists{hint}"
@@ -189,10 +192,14 @@ def _configs_by_part(
     _refuse_parts(available, config, parts)
     for name, value in {"config": config, **parts}.items():
         _check_how(name, value)
-    by_part = {name: parts.get(name, config) for name in available}
-    routed = {
-        name: preset(value) if isinstance(value, str) else value for name, value in by_part.items() if value is not None
-    }
+    routed: dict[str, RoutingConfig] = {}
+    for name in available:
+        how = parts.get(name, config)
+        if isinstance(how, str):
+            how = preset(how)
+        # None leaves a part dense.
+        if how is not None:
+            routed[name] = how
     if not routed:
         raise ValueError(
             "nothing to route: name a preset, such as 'gradual' without training, or pass a mmod.RoutingConfig; a part "

@@ -116,7 +116,10 @@ def load_pretrained(
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
         _refuse_model(model, "transformers")
         loaded: nn.Module = load_transformers(folder, **options)
-        return loaded.eval() if device is None else loaded.to(device).eval()
+        # Where `device_map` has placed it, nothing moves it.
+        if device is not None:
+            loaded = loaded.to(device)
+        return loaded.eval()
     if options:
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
     _check_files(folder)
@@ -213,7 +216,9 @@ def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[
     for name in config["proofs"]:
         inner = [key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}.")]
         numbers = {key.partition(".")[0] for key in inner}
-        present = len(list(lists[name].children())) if name in lists else 0
+        present = 0
+        if name in lists:
+            present = len(list(lists[name].children()))
         # It may have more: a method may have put one module in the place of several blocks.
         if present < len(numbers):
             raise ValueError(f"{refusal} {len(numbers)} blocks in {name!r}, {actual} has {present} there")
@@ -444,7 +449,9 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
 
 def _shown(value: object) -> object:
     """Return a class by its name, and other values as they are."""
-    return value.__name__ if isinstance(value, type) else value
+    if isinstance(value, type):
+        return value.__name__
+    return value
 
 
 def _stands_before_its_class(model: nn.Module, name: str) -> bool:
@@ -464,10 +471,11 @@ def _settings(model: nn.Module) -> dict[str, object]:
             if callable(value) and not isinstance(value, nn.Module):
                 # A replaced forward, or an activation.
                 value = getattr(value, "__qualname__", type(value).__qualname__)
-            is_sequence = isinstance(value, (tuple, list))
-            values = tuple(value) if is_sequence else (value,)
-            if all(isinstance(item, _PLAIN) for item in values):
-                settings[f"{name}.{key}".lstrip(".")] = values if is_sequence else value
+            if isinstance(value, list):
+                value = tuple(value)
+            items = value if isinstance(value, tuple) else (value,)
+            if all(isinstance(item, _PLAIN) for item in items):
+                settings[f"{name}.{key}".lstrip(".")] = value
     return settings
 
 
@@ -493,7 +501,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         if KEY not in _header_of(path.parent):
             raise
         raise ValueError(f"{error}. {_restored(path.parent)}") from error
-    format_version = config.get("format_version") if isinstance(config, dict) else None
+    format_version = None
+    if isinstance(config, dict):
+        format_version = config.get("format_version")
     if format_version != FORMAT_VERSION:
         raise ValueError(
             f"{str(path)!r} has format version {format_version!r}; this mmod ({_version('mmod')}) reads version "

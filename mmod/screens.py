@@ -241,7 +241,10 @@ def first_screen(command: str) -> str:
     examples = [f"  # {meaning}\n  mmod {words}" for words, meaning in screen.examples.items()]
     width = max(map(len, screen.options)) + 2
     options = [f"  {option:<{width}}{meaning}" for option, meaning in screen.options.items()]
-    value = "[--option value]" if command == "advise MODEL" else "[--key value] [--group.key value]"
+    value = "[--key value] [--group.key value]"
+    if command == "advise MODEL":
+        # Advice has options of its own in place of a config.
+        value = "[--option value]"
     return "\n".join(
         [
             f"usage: mmod {command} {value}",

@@ -24,7 +24,9 @@ _DESCRIPTION = """Run open_clip's training program on a routed model: everything
 def main(arguments: Sequence[str]) -> None:
     """Run open_clip's program as the command line `[--image ROUTING] [--text ROUTING] -- ARGUMENTS` says."""
     arguments = list(arguments)
-    split = arguments.index("--") if "--" in arguments else len(arguments)
+    split = len(arguments)
+    if "--" in arguments:
+        split = arguments.index("--")
     parser = OneLineParser(description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     for tower in ("image", "text"):
         text = f"YAML mapping: how the {tower} tower is routed, fields of mmod.RoutingConfig or `preset: NAME`"

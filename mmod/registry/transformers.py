@@ -85,9 +85,11 @@ def _describes_routing(folder: Any, config: Any, options: dict[str, Any]) -> boo
 
     if isinstance(config, PreTrainedConfig):
         return isinstance(getattr(config, "mmod", None), dict)
+    if config is None:
+        config = folder
     try:
         source = {name: options[name] for name in _SOURCE if name in options}
-        values, _ = PreTrainedConfig.get_config_dict(folder if config is None else config, **source)
+        values, _ = PreTrainedConfig.get_config_dict(config, **source)
     except (OSError, TypeError):
         # No config: loading itself says so, or reads a format that has none.
         return False

@@ -24,7 +24,10 @@ def routed_name(dense: str) -> str:
         'deit_small_patch16_mod_224'
     """
     named, matches = re.subn(r"_patch\d+", r"\g<0>_mod", dense, count=1)
-    return named if matches else f"{dense}_mod"
+    if not matches:
+        # Names such as `test_vit` have no patch size.
+        return f"{dense}_mod"
+    return named
 
 
 def routed_cfgs(dense: Iterable[str]) -> dict[str, object]:
@@ -57,7 +60,9 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
     def build(**arguments: Any) -> nn.Module:
         model = dense(**arguments)
         model.dense_entry = dense.__name__  # type: ignore[assignment]  # what mmod.save_pretrained builds again
-        return route_(model, RoutingConfig.from_dict(options) if method is None else preset(method, **options))
+        if method is None:
+            return route_(model, RoutingConfig.from_dict(options))
+        return route_(model, preset(method, **options))
 
     # timm looks up the filter of a dense model by its module, which a routed one is not in.
     host_filter = getattr(sys.modules[dense.__module__], "checkpoint_filter_fn")  # noqa: B009
