@@ -34,9 +34,11 @@ NAMED = "<- named"
 """What marks the row that a sentence on a wanted speed names where it says to use none."""
 BY_NAME = f"`{NAMED}` is the recipe that the first sentence names without advising it."
 """What that mark means."""
-ON_FRONT = "are no slower than dense and on the Pareto front: by the means, none is faster and loses less."
+ON_FRONT = (
+    "are on the Pareto front by their means: no other is faster and loses less. What is slower than dense has no star."
+)
 """What a star in a table means."""
-BY_INTERVALS = f"`{USE}` is chosen by whole intervals, so it may have no star."
+BY_INTERVALS = f"`{USE}` follows from whole intervals, not means: it may have no star."
 """Beside the sentence on the front: a model with a better mean may be one that was lucky."""
 SEEDS = "seeds"
 """What intervals are over where models were trained several times."""

@@ -435,7 +435,10 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     assert printed.startswith("certain in Python:\n")
     assert printed.count("mmod.route_(model") == 1
     assert text_of(told).startswith("Use certain for batches of 16: ")
-    assert "none is faster and loses less. `<- use` is chosen by whole intervals" in text_of(told)
+    assert (
+        "no other is faster and loses less. What is slower than dense has no star. `<- use` follows from whole "
+        in text_of(told)
+    )
     # Larger batches are another question: the stars and the mark are of those that are drawn.
     larger = dataclasses.replace(table, times={**table.times, ("image", 64): {name: [3.0] for name in runs}})
     told = image_study(config).tell(larger, runs, rows, {"images": []})
