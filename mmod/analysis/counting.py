@@ -78,28 +78,32 @@ class _FlopCount(TorchDispatchMode):
             raise ValueError(f"cannot count the FLOPs of {func}, which this model calls")
         call = (func, _layout(args), _layout([*kwargs.items()]))
         known = _OUTCOMES.get(call)
-        if known is not None:
+        if known is not None and known.layout is not None:
             result = _empty(known.layout)
-            flops = known.flops
         else:
             run = func
             if func is torch.ops.aten._grouped_mm.default:
                 # The meta device's own takes bf16 alone, unlike CPUs and GPUs.
                 run = _grouped_mm
             result = run(*args, **kwargs)
+        if known is None:
             # Formulas are registered for an operation, not for each of its overloads.
             formula = self._formulas.get(getattr(func, "_overloadpacket", func))
             flops = 0
             if formula is not None:
                 flops = int(formula(*args, **kwargs, out_val=result))
-            # A view or a result in place must stay one, so only operations that make new tensors are remembered.
-            if isinstance(func, OpOverload) and _is_new(result, [*args, *kwargs.values()]):
+            layout = None
+            if _is_new(result, [*args, *kwargs.values()]):
+                layout = _layout(result)
+            known = _Outcome(flops, layout)
+            # What an operator of higher order computes is in its arguments.
+            if isinstance(func, OpOverload):
                 if len(_OUTCOMES) >= _MOST_OUTCOMES:
                     _OUTCOMES.clear()
-                _OUTCOMES[call] = _Outcome(flops, _layout(result))
-        if flops:
+                _OUTCOMES[call] = known
+        if known.flops:
             # A module's FLOPs are those of all modules inside it, too.
-            self.flops.update(dict.fromkeys(self.running, flops))
+            self.flops.update(dict.fromkeys(self.running, known.flops))
         return result
 
 
@@ -126,6 +130,8 @@ class _Layout(NamedTuple):
 
 
 class _Outcome(NamedTuple):
+    """FLOPs of an operation, and the layout of its result: None if it is a view or in place, and must stay so."""
+
     flops: int
     layout: Any
 
