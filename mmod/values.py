@@ -186,7 +186,10 @@ def check_value(name: str, value: object, hint: object, limit: Limit | None = FI
 
 def _share_hint(value: object, limit: Limit | None) -> str:
     """Return how to write a percentage that stands where a share belongs; empty for other values."""
-    if not isinstance(limit, str) or _bounds(limit) != (0, 1):
+    if not isinstance(limit, str):
+        return ""
+    least, most = _bounds(limit)
+    if least < 0 or most != 1:
         return ""
     percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%?", str(value))
     # Between 1 and 2 a number is rather a slip than a percentage.

@@ -220,6 +220,12 @@ CALLS = {
         "is changed already",
         ("mmod.undo_(model)",),
     ),
+    "importance of block 0": Call(
+        "model = vit(); blocks = 'all'; router = 'attention'",
+        "mmod.route_(model, mmod.RoutingConfig(router=router, blocks=blocks))",
+        "as blocks='late' does, or choose by router='redundancy', which reads none",
+        ("blocks='late'", "router='redundancy'"),
+    ),
     "an early exit without classes": Call(
         "model = mmod.apply_(vit(), mmod.methods.Exit(blocks=(1,)))",
         "model.reset_classifier(0)",

@@ -168,6 +168,8 @@ def test_an_integer_too_long_to_be_written_is_refused_in_one_line() -> None:
         (50, "[0, 1)", "; write 0.5 if 50 % is meant"),
         (2.5, "(0, 1)", "; write 0.025 if 2.5 % is meant"),
         (100, "[0, 1]", "; write 1 if 100 % is meant"),
+        (42, "(0.4, 1]", "; write 0.42 if 42 % is meant"),
+        (30, "(0.4, 1]", ""),
         # A share that is refused too.
         (100, "[0, 1)", ""),
         (100, "(0, 1)", ""),

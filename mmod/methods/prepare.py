@@ -104,9 +104,11 @@ def _make_span(
     # A block that decides after its own attention reads the importance there.
     in_front = reads_importance and not config.merges_inside
     if in_front and first == 0:
+        other = "" if stack.language else ", or choose by router='redundancy', which reads none"
         raise ValueError(
             f"block {first} needs the importance of a dense block before it, but none precedes it: keep block 0 "
-            f"dense (routed are {[row.block for row in config.resolved(len(stack.blocks)).rows]})"
+            f"dense, as blocks='late' does{other} (routed are "
+            f"{[row.block for row in config.resolved(len(stack.blocks)).rows]})"
         )
     start = first - 1 if in_front else first
     names = stack.names[start : run[-1] + 1]

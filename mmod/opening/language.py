@@ -71,7 +71,11 @@ def open_processor(source: str | Path, **args: Any) -> Any:
         return AutoProcessor.from_pretrained(source, **args)
     except OSError as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{str(source)!r} is no folder of a processor, nor a model of the hub: {reason}") from error
+        if Path(source).exists():
+            raise ValueError(f"{str(source)!r} is no folder of a processor: {reason}") from error
+        raise ValueError(
+            f"there is no folder {str(source)!r} here, and no processor of that name on the hub: {reason}"
+        ) from error
 
 
 def open_tokenizer(folder: str | Path) -> tuple[Any, int]:

@@ -288,7 +288,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llava --prompts questions.json --measure top1", "leave out --measure"),
         ("llava", "advice needs --images FOLDER, or --prompts FILE"),
         ("llava --prompts missing.json", r"--prompts 'missing\.json' is no file"),
-        ("./none --prompts questions.json", r"'\./none' is no folder of a processor"),
+        (
+            "./none --prompts questions.json",
+            r"no folder '\./none' here, and no processor of that name on the hub: ",
+        ),
     ],
 )
 def test_what_cannot_be_advised_is_refused(

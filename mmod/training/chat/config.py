@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from mmod.data.readers.conversations import ConversationsConfig
+from mmod.io.yaml import read_yaml
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.runs import model_folder
+from mmod.opening.runs import RUN_CONFIG, find_run, model_folder
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.training.engine.groups import check_warmup
 from mmod.values import Checked, check_value
@@ -191,6 +192,18 @@ class TrainConfig(RunConfig):
         # The file of a plan is read with the model, which knows its number of layers.
         known = {part: fields for part, fields in (self.routing or {}).items() if "plan" not in fields}
         resolve_methods((), known)
+
+    def check_weights(self) -> None:
+        """Refuse a run of another kind, before its processor is opened; see `RunConfig.check_weights`."""
+        run = None if self.model.checkpoint is None else find_run(self.model.checkpoint)
+        if run is None:
+            return
+        kind = read_yaml(run / RUN_CONFIG).get("kind", "image")
+        if kind != self.kind:
+            raise ValueError(
+                f"model.checkpoint={self.model.checkpoint!r} is a run of kind {kind!r}: name one of kind "
+                f"{self.kind!r}, or a vision-language model of transformers with its processor"
+            )
 
     def check_schedule(self, world: int = 1) -> None:
         """Check the warm-up where the config states the number of steps; see `RunConfig.check_schedule`."""

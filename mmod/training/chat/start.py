@@ -212,7 +212,10 @@ def create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     """Create the model before methods are applied; a processor of None leaves the vocabulary to its config."""
     model = _opened(config, processor, on_meta)
     if config.routing is not None and is_routed(model):
-        raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
+        raise ValueError(
+            f"{config.model.checkpoint!r} is routed already: set `routing: null` to train it as it is; to route it "
+            "otherwise, name the dense model that it was made from as model.checkpoint"
+        )
     if config.model.image_size is not None:
         resize_images(model, config.model.image_size)
     return model

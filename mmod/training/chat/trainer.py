@@ -392,15 +392,17 @@ class RunCallback(TrainerCallback):
             note_resumed(self.folder, state.global_step, state.max_steps)
         shown = self.progress and state.is_world_process_zero
         self._bar = progress_bar(
-            desc="train", total=state.max_steps, initial=state.global_step, unit="step", shown=shown
+            desc="train", total=state.max_steps, initial=state.global_step, unit="steps", shown=shown
         )
 
-    def on_log(self, *_: object, logs: dict[str, float] | None = None, **__: object) -> None:
-        """Show loss and learning rate; the summary at the end has neither."""
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
+    ) -> None:
+        """Show loss and learning rate, and of which step, as few are logged; the summary at the end has neither."""
         named_logs = {"loss": "loss", "lr": "learning_rate", "epoch": "epoch"}
         if logs is not None and "loss" in logs:
             shown = {name: f"{logs[key]:.4g}" for name, key in named_logs.items() if key in logs}
-            self._bar.set_postfix(shown, refresh=False)
+            self._bar.set_postfix({"at step": state.global_step, **shown}, refresh=False)
 
     def on_evaluate(
         self, args: object, state: TrainerState, control: object, metrics: dict[str, float] | None = None, **_: object

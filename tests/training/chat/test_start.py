@@ -23,6 +23,7 @@ from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.processor import create_processor, pixel_limits_of
 from mmod.training.chat.start import create_with_processor, freeze_parts, resize_images, router_parameters
+from mmod.training.command import main
 from mmod.training.kinds import estimate
 from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, PREDICTOR, VISION, vlm_config
 from tests.kit.processors import qwen
@@ -43,6 +44,23 @@ def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) 
     create_with_processor(
         vlm_config(folder, routing={"language": {**routing["language"], "losses": {"capacity": 0.1}}})
     )
+
+
+def test_starts_that_a_run_cannot_have_are_refused_with_those_that_it_can(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("kind: image\n")
+    words = ["vlm/tiny-llava", "--output", str(tmp_path / "run"), "--model.config", "null", "--model.processor", "null"]
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}' is a run of kind 'image': name one of kind 'chat', or a vision"
+    ):
+        main([*words, "--model.checkpoint", str(tmp_path)], "chat")
+    with pytest.raises(ValueError, match=r"no folder '\./none' here, and no processor of that name on the hub"):
+        create_processor(vlm_config(folder, model=ModelConfig(checkpoint="./none")))
+    for part in create_with_processor(vlm_config(folder, routing=P_MOD)):
+        part.save_pretrained(folder / "routed")
+    routed = vlm_config(folder, model=ModelConfig(checkpoint=str(folder / "routed")), routing=GAMMA)
+    with pytest.raises(ValueError, match=r"is routed already: set `routing: null` .* name the dense model"):
+        create_with_processor(routed)
+    create_with_processor(replace(routed, routing=None))
 
 
 def test_a_damaged_checkpoint_is_named(folder: Path) -> None:
