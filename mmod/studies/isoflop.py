@@ -22,6 +22,7 @@ from mmod.analysis.table import Measured, Table, compare, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.files import make_folder
 from mmod.io.jobs import Callback, Runner
+from mmod.io.records import answered_by
 from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, MarkdownTable, table_of
 from mmod.io.yaml import merged, read_yaml
@@ -30,6 +31,7 @@ from mmod.methods.base import deciding_together
 from mmod.planning.candidate import Candidate
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.measure import Measurer, fit, measured_of
+from mmod.studies.question import question_of
 from mmod.studies.rates import Rates, at_rates, best_rates
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.studies.runs import Comparison, Run, run_config_of
@@ -59,6 +61,7 @@ _COLUMNS: dict[str, Column] = {
     "agreement": ("alike", ".3f"),
     "difference": ("to the first", ""),
 }
+_REPORT = "isoflop.json"
 # The negative loss, so that more is better.
 _GAIN = "gain"
 
@@ -162,7 +165,13 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     keys = ("changes", "changes")
     runs = Comparison(candidates=candidates, dense=dense, train=dense, seeds=config.seeds, keys=keys).checked_runs()
     # A folder that cannot be written is no news for the end of a run.
-    store = Store(make_folder(config.output) / STORE)
+    folder = make_folder(config.output)
+    store = Store(folder / STORE)
+    # Of other rates, another one may be the best.
+    question = question_of({"kind": "isoflop", "rates": sorted(config.rates)}, runs)
+    # Older studies did not record theirs.
+    if answered_by(folder) is not None:
+        question.check(folder, _REPORT)
     # The results of this seed are not reported. Of equal losses the lowest rate is taken.
     rates = Rates(sorted(config.rates), _GAIN, _gain, seed=config.seeds)
     table = Table()
@@ -170,6 +179,7 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     runs = at_rates(runs, table.rates)
     result: StudyResult | None = None
     for run in compare(table, [runs], Measurer(_train, store), runner):
+        question.keep(folder, table.runs)
         # By seed, so that there is a picture after the first.
         if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):
             points = [setting.row(table.rates[setting.name], table.figures(setting.name)) for setting in settings]

@@ -17,7 +17,8 @@ class IsoflopConfig(Checked):
     best of `rates` with a further seed, whose results are not reported.
 
     Args:
-        output: The study's folder; its runs, table and picture go there. A study goes on where it stopped.
+        output: The study's folder; its runs, table and picture go there. A study goes on where it stopped,
+            and its table is replaced by none of other sizes, budgets, routings or rates; it may grow.
         dense: Training config of the dense model, a YAML file; the study sets `output`, `seed`, `routing`, `optim.lr`
             and `epoch_steps`. A run has its `epochs`, or up to twice as many where its steps then come nearer to the
             budget; warm-up takes some of them.

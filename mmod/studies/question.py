@@ -38,12 +38,16 @@ class Question:
     # Keys of runs that change no figure, such as the device.
     free_keys: Collection[str] = ()
 
-    def check(self, folder: Path) -> None:
-        """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data."""
+    def check(self, folder: Path, report: str = REPORT) -> None:
+        """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data.
+
+        Args:
+            report: The file that says that there is a table.
+        """
         answered = answered_by(folder)
         if answered is not None:
             self._check_data(folder, answered)
-        table = folder / REPORT
+        table = folder / report
         if not table.exists():
             return
         advice = "which this one would replace: name another folder, --output FOLDER, or remove the table"

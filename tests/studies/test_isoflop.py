@@ -13,6 +13,7 @@ import torch
 
 from mmod import preset
 from mmod.config.parse import read_config
+from mmod.io.records import FolderTakenError
 from mmod.studies import isoflop as study
 from mmod.studies.isoflop import describe, run_isoflop, settings_of, training_flops
 from mmod.studies.isoflop_config import IsoflopConfig
@@ -21,6 +22,7 @@ from mmod.training.engine.start import create_models
 from mmod.training.text.kind import TextKind, window_flops
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
+from tests.kit.disk import contents
 from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +142,15 @@ def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytes
         losses = [figures["loss"] for figures in point["seeds"].values()]
         assert point["loss"] == pytest.approx(sum(losses) / 2)
         assert point["rate"] in config.rates
+    before = contents(result.folder)
+    for changes, said in (
+        ({"budgets": [2e7]}, r"models dense-w8-1e\+07, mod-w8-1e\+07: measured there, left out now"),
+        ({"rates": [1e-2]}, "rates: .*0.001, 0.01.* there, .*0.01.* now"),
+        ({"changes": {"data": {"val_limit": 2}}}, "data.val_limit: 4 there, 2 now"),
+    ):
+        with pytest.raises(FolderTakenError, match=said):
+            run_isoflop(dataclasses.replace(config, **changes), progress=False)
+    assert contents(result.folder) == before
 
 
 def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
