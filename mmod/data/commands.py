@@ -97,5 +97,6 @@ def _build(
     else:
         written = dataset.build(options.root, config, progress=True)["shards"]
     for name, entry in written.items():
-        print(f"{options.root}/{name}: {entry['samples']} {config.counts}, sha256 {entry['sha256'][:16]}")
+        checksum = entry["sha256"][:16]
+        print(f"{options.root}/{name}: {entry['samples']} {config.counts}, sha256 {checksum}")
     return config

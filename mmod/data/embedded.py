@@ -35,4 +35,5 @@ def zero_shot_prompts() -> tuple[list[str], list[str]]:
         ('7', 160, 'a large {} left of a large 0 on clutter')
     """
     contents = [content for content in all_contents() if content.digits[0] == 0]
-    return [str(digit) for digit in range(10)], [content.caption.replace("0", "{}", 1) for content in contents]
+    templates = [content.caption.replace("0", "{}", 1) for content in contents]
+    return [str(digit) for digit in range(10)], templates

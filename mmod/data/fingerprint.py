@@ -72,7 +72,8 @@ def _looked_up(paths: Sequence[str]) -> str:
                 # Relative to a folder, which may be moved.
                 name = os.path.relpath(file, path)
             with suppress(OSError):
-                names.update(f"{name} {os.path.getsize(file)}\n".encode(errors="surrogateescape"))
+                line = f"{name} {os.path.getsize(file)}\n"
+                names.update(line.encode(errors="surrogateescape"))
                 number += 1
     noun = "file" if number == 1 else "files"
     return f"{number:,} {noun}, {names.hexdigest()[:8]}"

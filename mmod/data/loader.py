@@ -1,7 +1,7 @@
 """Streams of images, pairs and text, whose batches are a pure function of (seed, epoch, step).
 
-The transforms are timm's, the loaders are not: those draw order and augmentation from the workers' random state, so a
-run resumed in the middle of an epoch would see other batches.
+The transforms are timm's, the loaders are not. Those draw order and augmentation from the workers' random state: a run
+resumed in the middle of an epoch would see other batches.
 """
 
 from __future__ import annotations
@@ -259,8 +259,10 @@ def _transform(config: DataConfig, training: bool, normalise: bool = True) -> Tr
     try:
         return create_transform(is_training=augment is not None, normalize=normalise, **fields, **chosen)
     except (KeyError, AssertionError, ValueError) as error:
-        texts = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if isinstance(value, str))
-        raise ValueError(f"timm creates no transform with {texts}: {type(error).__name__}: {error}") from error
+        texts = [f"{name}={value!r}" for name, value in chosen.items() if isinstance(value, str)]
+        raise ValueError(
+            f"timm creates no transform with {', '.join(texts)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _crop_pct(config: DataConfig) -> float:
@@ -383,7 +385,8 @@ def read_corpus(source: str, split: str) -> np.ndarray:
     in_split = [content for content in files if splits[zlib.crc32(content) % len(splits)] == split]
     if not in_split:
         raise ValueError(f"of {len(files)} files of data.source={source!r} none is in the split {split!r}")
-    text = np.frombuffer(b"".join(content + bytes([END]) for content in in_split), dtype=np.uint8)
+    joined = b"".join(content + bytes([END]) for content in in_split)
+    text = np.frombuffer(joined, dtype=np.uint8)
     # Cached and shared, so that nobody may write into it.
     text.setflags(write=False)
     return text
@@ -409,7 +412,8 @@ class TextReader:
     def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> ReadBatch:
         """Read one batch; see `mmod.data.stream.BatchReader.read`."""
         # One byte more than the length, since targets are the inputs shifted by one.
-        index_BL = self.starts[indices][:, None] + np.arange(self.length + 1)
+        start_B = self.starts[indices]
+        index_BL = start_B[:, None] + np.arange(self.length + 1)
         window = torch.from_numpy(self.text[index_BL].astype(np.int64))
         return ReadBatch(window[:, :-1], window[:, 1:], [])
 

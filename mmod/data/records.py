@@ -74,8 +74,11 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
     for question_type, question, answer in test:
         # A question that training has not asked is guessed by its type.
         known = by_question.get(question) or by_type[question_type]
-        right[question_type] += bool(known) and known.most_common(1)[0][0] == plain_answer(answer)
         questions[question_type] += 1
+        if not known:
+            continue
+        ((guess, _),) = known.most_common(1)
+        right[question_type] += guess == plain_answer(answer)
     return {question_type: right[question_type] / count for question_type, count in questions.items()}
 
 
@@ -159,7 +162,8 @@ def _check_message(index: int, said: object) -> Message:
         raise ValueError(f"message {index} is not of the form {{from, value}} or {{role, content}}")
     if not isinstance(name, str) or name not in ROLES:
         raise ValueError(f"message {index} is from {brief(name)}; valid: {', '.join(ROLES)}")
-    unread = [key for key in said if said[key] and (key == "tool_calls" or _is_media(key, others=True))]
+    filled = [key for key, value in said.items() if value]
+    unread = [key for key in filled if key == "tool_calls" or _is_media(key, others=True)]
     if unread:
         raise ValueError(f"message {index} has {unread[0]!r}, which this reader does not read")
     if not text.strip():
@@ -188,7 +192,11 @@ def _part_text(index: int, part: object) -> str:
 
 def _is_media(key: object, others: bool) -> bool:
     """Return whether a key holds media; `others` includes other names of images."""
-    return isinstance(key, str) and bool(_MEDIA.fullmatch(key) or (others and _OTHER_IMAGES.fullmatch(key)))
+    if not isinstance(key, str):
+        return False
+    if others and _OTHER_IMAGES.fullmatch(key):
+        return True
+    return bool(_MEDIA.fullmatch(key))
 
 
 def _check_media(record: Mapping[str, object], messages: list[Message], has_images: bool) -> None:

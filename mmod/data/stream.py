@@ -267,12 +267,15 @@ class BatchStream:
         if self.seed is None:
             # Every `world`-th sample, so that processes differ by one sample at most.
             mine = np.arange(self.rank, self.num_samples, self.world)
-            return [mine[first : first + self.batch_size] for first in range(0, len(mine), self.batch_size)]
+            firsts = range(0, len(mine), self.batch_size)
+            return [mine[first : first + self.batch_size] for first in firsts]
         if self.lanes:
             # Consecutive batches are from consecutive lanes.
             length = self.num_samples // self.lanes
-            firsts = np.arange(length // self.batch_size)[:, None] * self.batch_size + np.arange(self.lanes) * length
-            batches = epoch * self.num_samples + firsts.reshape(-1, 1) + np.arange(self.batch_size)
+            first_of_lane = np.arange(self.lanes) * length
+            first_in_lane = np.arange(length // self.batch_size) * self.batch_size
+            first_of_batch = (first_in_lane[:, None] + first_of_lane).reshape(-1, 1)
+            batches = epoch * self.num_samples + first_of_batch + np.arange(self.batch_size)
             # What does not fill a batch in every process is left out, alike in all of them.
             full = batches[: len(batches) // self.world * self.world]
             return full.reshape(-1, self.world, self.batch_size)[:, self.rank]

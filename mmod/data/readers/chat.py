@@ -257,7 +257,8 @@ def text_positions(plain: np.ndarray, processed: np.ndarray, image: int) -> np.n
             candidates = range(max(first, last), last + 1)
         elif number == 0:
             candidates = range(min(1, last + 1))
-        start = next((at for at in candidates if np.array_equal(processed[at : at + len(text)], text)), None)
+        matching = (at for at in candidates if np.array_equal(processed[at : at + len(text)], text))
+        start = next(matching, None)
         if start is None:
             return None
         end = start + len(text)

@@ -96,7 +96,8 @@ class ChatDataset:
         counts = []
         for row in rows:
             lines.append(json.dumps(row).encode())
-            counts.append((len(row["images"]), sum(len(text) for _, text in row["messages"])))
+            letters = sum(len(text) for _, text in row["messages"])
+            counts.append((len(row["images"]), letters))
         if not lines:
             raise ValueError("no conversation is left")
         self.report = report
@@ -154,11 +155,13 @@ class ChatDataset:
         """Return one conversation as JSON values, without decoding images."""
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
-        return json.loads(self._lines[self._ends[index] : self._ends[index + 1]].tobytes())
+        line = self._lines[self._ends[index] : self._ends[index + 1]]
+        return json.loads(line.tobytes())
 
     def without(self, indices: Collection[int]) -> ChatDataset:
         """Return the other conversations, with the same report."""
-        return ChatDataset((self.record(index) for index in range(len(self)) if index not in indices), self.report)
+        remaining = (self.record(index) for index in range(len(self)) if index not in indices)
+        return ChatDataset(remaining, self.report)
 
     def content(self) -> memoryview:
         """Return all conversations as bytes, with the paths of their images."""
@@ -168,7 +171,8 @@ class ChatDataset:
         """Yield type, question without image placeholders, and answer of every turn, or of each conversation's last."""
         for index in range(len(self)):
             row = self.record(index)
-            texts = [" ".join(text.replace(IMAGE, " ").split()) for role, text in row["messages"] if role != "system"]
+            said = [text for role, text in row["messages"] if role != "system"]
+            texts = [" ".join(text.replace(IMAGE, " ").split()) for text in said]
             kinds = row["kinds"] or ["all"] * (len(texts) // 2)
             turns = list(zip(kinds, texts[::2], texts[1::2]))
             if last:
@@ -249,13 +253,17 @@ def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, object]:
     unread = [name for name in members if name.rsplit(".", 1)[-1] in MEDIA_EXTENSIONS]
     if unread:
         raise ValueError(f"has a .{unread[0]} member, which this reader does not read")
-    images = {name: entries for name, entries in members.items() if name.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS}
-    if any(len(entries) != 1 for entries in images.values()):
-        raise ValueError("two images have the same name")
+    images = {}
+    for name, entries in members.items():
+        if name.rsplit(".", 1)[-1] not in IMAGE_EXTENSIONS:
+            continue
+        if len(entries) != 1:
+            raise ValueError("two images have the same name")
+        images[name] = entries[0]
     # By number: "10.png" comes behind "2.png".
     ordered = sorted(images, key=_image_number)
     messages = check_record(record, len(images))
-    stored = [[file.name, images[name][0].offset_data, images[name][0].size] for name in ordered]
+    stored = [[file.name, images[name].offset_data, images[name].size] for name in ordered]
     return _row(record, messages, stored, key)
 
 

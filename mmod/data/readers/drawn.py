@@ -52,7 +52,8 @@ def _scenes(part: str) -> DrawnSamples[Any]:
 # A study reads the same samples for each model, at several sizes; they take 20 MB.
 @functools.lru_cache(maxsize=1 << 14)
 def _members(part: str, index: int) -> dict[str, bytes]:
-    return SETS[part.partition(":")[0]].encode(str(index), _scenes(part)[index])
+    name, _, _ = part.partition(":")
+    return SETS[name].encode(str(index), _scenes(part)[index])
 
 
 @functools.lru_cache(maxsize=8)

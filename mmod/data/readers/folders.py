@@ -88,8 +88,10 @@ def _refuse(error: OSError) -> None:
 
 def _is_loop(parent: str, name: str) -> bool:
     path = os.path.join(parent, name)
+    if not os.path.islink(path):
+        return False
     # A link to one of its own parents, in which the walk would never end.
-    return os.path.islink(path) and Path(os.path.realpath(parent)).is_relative_to(os.path.realpath(path))
+    return Path(os.path.realpath(parent)).is_relative_to(os.path.realpath(path))
 
 
 def _counted(counts: Mapping[str, int]) -> str:
@@ -184,7 +186,8 @@ def _open_classes(folder: str, model: ModelClasses | None) -> tuple[PathsByFolde
         raise ValueError(
             f"{folder} holds no image that is read; endings of images are {', '.join(IMAGE_EXTENSIONS)}{left_out}"
         )
-    empty = [os.path.join(folder, name) for name in rank_names(images.keys() - filled.keys())]
+    names_of_empty = rank_names(images.keys() - filled.keys())
+    empty = [os.path.join(folder, name) for name in names_of_empty]
     if empty and "" not in filled and not filled.keys() <= known.keys():
         # Their classes would have no number, which changes those of others.
         more = " and others" if len(empty) > 3 else ""

@@ -156,10 +156,10 @@ def _wrong_column(value: object, source: str, column: str, wanted: str) -> Value
 class StreamedSource:
     """Samples of a streamed dataset, by an index that is cheap to read in ascending order.
 
-    In training the files are dealt out to lanes, each of which shuffles its files and its samples by seed and epoch,
-    and index `epoch * N + lane * (N // lanes) + position` is a sample of a lane; a lane that is shorter begins again. A
-    batch is read from one lane, so that a process or worker reads its lanes alone, and skips to a position without
-    decoding images. Without a seed, index is the position in the dataset.
+    In training the files are dealt out to lanes. Each lane shuffles its files and its samples by seed and epoch. Index
+    `epoch * N + lane * (N // lanes) + position` is a sample of a lane; a lane that is shorter begins again. A batch is
+    read from one lane, so that a process or worker reads its lanes alone, and skips to a position without decoding
+    images. Without a seed, index is the position in the dataset.
 
     Args:
         columns: Names of the columns of images and of classes or captions.

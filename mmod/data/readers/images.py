@@ -85,7 +85,8 @@ def convert_image(image: Image.Image, mode: str) -> Image.Image:
     bits = _grey_bits(image)
     if bits is not None:
         # The upper 8 bits, as Pillow does for colour. For grey, Pillow would turn all values above 255 white.
-        pixels = (np.asarray(image).astype(np.int64) >> (bits - 8)).astype(np.uint8)
+        values = np.asarray(image).astype(np.int64)
+        pixels = (values >> (bits - 8)).astype(np.uint8)
         # TIFF photometric 0 means white is zero. Pillow inverts such images itself up to 8 bits.
         if _tag(image, _PHOTOMETRIC, 1) == _WHITE_IS_ZERO:
             pixels = 255 - pixels
@@ -110,7 +111,8 @@ def _grey_bits(image: Image.Image) -> int | None:
     if not is_deep(image):
         return None
     # Pillow holds 16-bit PPM, and before version 11 PNG, as integers of 32 bits.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+    is_wide = image.mode == "I" and image.format in ("PNG", "PPM")
+    if is_wide or image.mode.startswith("I;16"):
         return _tag(image, _BITS_PER_SAMPLE, 16)
     pixel_type = "floating-point" if image.mode == "F" else "32-bit or signed"
     raise ValueError(f"{pixel_type} pixels, whose range the file does not state; save it with 8 or 16 bits")
@@ -245,12 +247,15 @@ def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
     Pixels of value `UNLABELLED` are not counted; a patch of such pixels only is `IGNORED`. A ValueError if all are.
     """
     steps = len(labels_HH) // side
-    # To (rows, pixels of a patch): split both axes, and bring the two patch axes together.
-    patches = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
+    # To (patches, their pixels): split both axes, and bring the two patch axes together.
+    grid = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2)
+    patches = grid.reshape(steps**2, side**2)
     labelled = patches != UNLABELLED
     known = labelled.any(1)
     if not known.any():
         raise ValueError(f"the label map has no pixel with a class: all are {UNLABELLED}")
-    counts = [(patches == label).sum(1) for label in range(int(patches[labelled].max()) + 1)]
+    last = int(patches[labelled].max())
+    counts = [(patches == label).sum(1) for label in range(last + 1)]
     # `argmax` takes the first maximum, which is the lowest class.
-    return [int(label) for label in np.where(known, np.argmax(counts, axis=0), IGNORED)]
+    most = np.argmax(counts, axis=0)
+    return [int(label) for label in np.where(known, most, IGNORED)]

@@ -73,7 +73,8 @@ def open_checked(
             folder = Path(config.root)
         faults = {**_kept_check(chats, collator, folder, progress), **faults}
     for index, reason in sorted(faults.items()):
-        chats.report.add([Fault(source, f"conversation {index}, {chats.record(index)['key']!r}", reason)])
+        key = chats.record(index)["key"]
+        chats.report.add([Fault(source, f"conversation {index}, {key!r}", reason)])
     if len(faults) == len(chats):
         raise ValueError(f"no conversation is left; of the first, {chats.record(0)['key']!r}: {faults[0]}")
     if faults:
@@ -84,7 +85,10 @@ def open_checked(
 def _foreign_tokens(chats: ChatDataset, processor: Any) -> dict[int, str]:
     """Return the faults of texts that hold a token of the processor: for images, videos and the like."""
     # Placeholders in a text would be read as images by the processor.
-    values = {value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str)}
+    values = set()
+    for name, value in vars(processor).items():
+        if name.endswith("_token") and isinstance(value, str):
+            values.add(value)
     special = sorted(value for value in values if value.strip() and value != IMAGE)
     faults = {}
     for index in range(len(chats)):
@@ -211,15 +215,18 @@ def _ask(collator: ChatCollator, sizes: Sequence[Size], progress: bool) -> dict[
     (plain,) = whole.plain_tokens([ChatSample("", _QUESTION, ())])
     lengths: dict[Size, ImageLength | str] = {}
     for size in progress_bar(sizes, desc="encode sizes", unit="sizes", shown=progress, leave=False):
-        sample = ChatSample(f"an image of {size[0]}x{size[1]} pixels", _QUESTION, (Image.new("RGB", size),))
+        key = f"an image of {size[0]}x{size[1]} pixels"
+        sample = ChatSample(key, _QUESTION, (Image.new("RGB", size),))
         try:
             ids = whole([sample])["input_ids"][0].numpy()
         except ValueError as error:
             lengths[size] = str(error)
             continue
-        end = int(np.flatnonzero(ids == collator.processor.image_token_id)[-1]) + 1
         # The image replaced one token.
-        lengths[size] = ImageLength(len(ids) - plain.length + 1, end - int(plain.images[0]))
+        added = len(ids) - plain.length + 1
+        start = int(plain.images[0])
+        end = int(np.flatnonzero(ids == collator.processor.image_token_id)[-1]) + 1
+        lengths[size] = ImageLength(added, end - start)
     return lengths
 
 
@@ -236,8 +243,11 @@ def _reason(text: PlainTokens, lengths: Sequence[ImageLength | str], limit: int 
         return None
     # Each image replaces one token.
     added = np.cumsum([0, *(image.length - 1 for image in images)])
-    if images and (end := int(text.images[-1] + added[-2]) + images[-1].end) > limit:
-        return f"max_length={limit} cuts off an image: the last one ends after {end} tokens"
+    if images:
+        last = int(text.images[-1] + added[-2])
+        end = last + images[-1].end
+        if end > limit:
+            return f"max_length={limit} cuts off an image: the last one ends after {end} tokens"
     # Images in front of the answer move its start.
     start = text.answer + int(added[np.searchsorted(text.images, text.answer)])
     if start >= limit:

@@ -88,13 +88,18 @@ class ShardFiles:
         if path is not None:
             with open(path, "rb") as file:
                 return [read_at(file, offset, size) for offset, size in spans]
-        # One request for both members of a sample, which usually lie side by side.
-        first, last = min(offset for offset, _ in spans), max(sum(span) for span in spans)
+        first = min(offset for offset, _ in spans)
+        last = max(offset + size for offset, size in spans)
         url = self.urls[number]
         if last - first > sum(size for _, size in spans) + _GAP:
             return [self._files.read(url, offset, size) for offset, size in spans]
+        # One request for both members of a sample, which usually lie side by side.
         data = self._files.read(url, first, last - first)
-        return [data[offset - first : offset - first + size] for offset, size in spans]
+        parts = []
+        for offset, size in spans:
+            start = offset - first
+            parts.append(data[start : start + size])
+        return parts
 
     def indices(
         self, suffix: str, make: Callable[[BinaryIO, str], Index], progress: bool
@@ -177,9 +182,11 @@ class ShardFiles:
 
 
 def _copy_path(url: str, folder: str) -> Path:
-    stem = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("/")[-1])[-80:].removesuffix(".tar")
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("/")[-1])
+    stem = name[-80:].removesuffix(".tar")
     # A hash behind the readable name: URLs may end in the same file name.
-    return Path(folder, f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.tar")
+    checksum = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return Path(folder, f"{stem}-{checksum}.tar")
 
 
 @contextmanager
@@ -200,13 +207,19 @@ def _read_index(path: Path, url: str, size: int | None, tag: str | None) -> Inde
         header = parse_json(head, url)
     except (OSError, ValueError):
         return None
-    if not isinstance(header, dict) or size is None or header.get("version") != _VERSION or header.get("size") != size:
+    if not isinstance(header, dict) or header.get("version") != _VERSION:
+        return None
+    if size is None or header.get("size") != size:
+        return None
+    if tag is not None and header.get("tag") != tag:
+        return None
+    # 32 bytes for each sample: four numbers of 64 bits.
+    if header.get("samples") != len(body) / 32:
         return None
     faults = header.get("faults")
-    # 32 bytes for each sample: four numbers of 64 bits.
-    if (tag is not None and header.get("tag") != tag) or header.get("samples") != len(body) / 32:
+    if not isinstance(faults, list):
         return None
-    if not isinstance(faults, list) or any(not isinstance(fault, list) or len(fault) != 2 for fault in faults):
+    if any(not isinstance(fault, list) or len(fault) != 2 for fault in faults):
         return None
     rows = np.frombuffer(body, "<i8").reshape(-1, 4)
     # A damaged index may hold any numbers: nothing outside the shard is read.

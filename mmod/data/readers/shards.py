@@ -200,16 +200,19 @@ class ShardSource:
     def _make_index(self, file: BinaryIO, path: str) -> Index:
         entries = list(read_samples(file, path, self._choose))
         rows = [entry for entry in entries if not isinstance(entry, Fault)]
-        return np.array(rows, np.int64).reshape(-1, 4), [entry for entry in entries if isinstance(entry, Fault)]
+        faults = [entry for entry in entries if isinstance(entry, Fault)]
+        return np.array(rows, np.int64).reshape(-1, 4), faults
 
     def _choose(self, key: str, members: Members) -> tuple[int, int, int, int]:
         """Return offset and size of the image, and of the target."""
         images = list(chain.from_iterable(members.get(extension, []) for extension in IMAGE_EXTENSIONS))
         targets = members.get(self.target.extension, [])
         if len(images) != 1 or len(targets) != 1:
-            counts = ", ".join(f".{extension} x {len(same)}" for extension, same in members.items())
-            raise ValueError(f"needs one image and one .{self.target.extension} member, has {counts}")
-        return images[0].offset_data, images[0].size, targets[0].offset_data, targets[0].size
+            counts = [f".{extension} x {len(same)}" for extension, same in members.items()]
+            raise ValueError(f"needs one image and one .{self.target.extension} member, has {', '.join(counts)}")
+        image = images[0]
+        target = targets[0]
+        return image.offset_data, image.size, target.offset_data, target.size
 
 
 def read_samples(file: BinaryIO, path: str, choose: Callable[[str, Members], Sample]) -> Iterator[Sample | Fault]:

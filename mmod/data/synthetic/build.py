@@ -100,7 +100,8 @@ class SyntheticSet(Generic[Config, Scene]):
                     partial.mkdir()
                     self._add(partial, manifest, config, splits, progress)
             else:
-                built = {name.partition("-")[0] for name in self._check(root, manifest, config)["shards"]}
+                shards = self._check(root, manifest, config)["shards"]
+                built = {name.partition("-")[0] for name in shards}
                 missing = [split for split in splits if split not in built and counts[split]]
                 if missing:
                     self._add(root, manifest, config, missing, progress)
@@ -144,7 +145,8 @@ class SyntheticSet(Generic[Config, Scene]):
         if not all(isinstance(manifest.get(key), dict) for key in ("parameters", "shards")):
             raise ValueError(f"{root / MANIFEST} is no manifest; delete {root} to build it again")
         recorded = {**manifest["parameters"], "format": manifest.get("format")}
-        check_same(root, recorded, {**asdict(config), "format": self.format}, kind=f"a build of {self.title}")
+        wanted = {**asdict(config), "format": self.format}
+        check_same(root, recorded, wanted, kind=f"a build of {self.title}")
         for name, shard in manifest["shards"].items():
             if not (root / name).is_file() or sha256(root / name) != shard["sha256"]:
                 raise ValueError(

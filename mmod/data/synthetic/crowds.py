@@ -107,7 +107,8 @@ def _compose(config: CrowdsConfig, painter: Painter, rng: np.random.Generator) -
     for source, digit, (left, top, right, bottom) in zip(chosen, digits, boxes):
         paste(canvas, digit, left, top)
         # Faint pixels at a digit's edge stay background, which is class 0.
-        labels[top:bottom, left:right][digit >= 255 * config.ink] = painter.sources.labels[source] + 1
+        has_ink = digit >= 255 * config.ink
+        labels[top:bottom, left:right][has_ink] = painter.sources.labels[source] + 1
     return Crowd(canvas, labels, chosen, boxes, clutter)
 
 
@@ -118,7 +119,11 @@ def _encode(key: str, scene: Crowd) -> dict[str, bytes]:
     labels.putpalette(_PALETTE)
     labels.save(file, format="PNG")
     made = {"sources": scene.sources, "boxes": scene.boxes, "clutter": scene.clutter}
-    return {"png": encode_png(scene.image), "seg.png": file.getvalue(), "json": json.dumps(made).encode()}
+    return {
+        "png": encode_png(scene.image),
+        "seg.png": file.getvalue(),
+        "json": json.dumps(made).encode(),
+    }
 
 
 CROWDS = SyntheticSet("crowds", "crowded digits", 1, DIFFICULTIES, compose_crowds, _encode)

@@ -92,7 +92,11 @@ def compose_scenes(config: DigitsConfig, split: str) -> DrawnSamples[DigitScene]
 
 def _encode(key: str, scene: DigitScene) -> dict[str, bytes]:
     made = {"target": scene.target, "box": scene.box, "clutter": scene.clutter}
-    return {"png": encode_png(scene.image), "cls": str(scene.label).encode(), "json": json.dumps(made).encode()}
+    return {
+        "png": encode_png(scene.image),
+        "cls": str(scene.label).encode(),
+        "json": json.dumps(made).encode(),
+    }
 
 
 DIGITS = SyntheticSet("digits", "cluttered digits", 1, DIFFICULTIES, compose_scenes, _encode)

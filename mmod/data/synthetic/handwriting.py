@@ -45,7 +45,8 @@ def load_sources(seed: int = 0) -> SourceDigits:
     # By class, so that every split has all classes in the same shares.
     for label in range(10):
         indices = rng.permutation(np.flatnonzero(target == label))
-        for name, chunk in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
+        ends = np.round(cuts * len(indices)).astype(int)
+        for name, chunk in zip(SPLITS, np.split(indices, ends)):
             chunks[name].append(chunk)
     splits = {name: np.sort(np.concatenate(arrays)) for name, arrays in chunks.items()}
     labels: np.ndarray = target.astype(np.int64)
@@ -66,7 +67,9 @@ def _read_sources() -> tuple[np.ndarray, np.ndarray]:
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
     with gzip.open(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz") as file:
         rows = np.loadtxt(file, delimiter=",")
-    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+    images = rows[:, :-1].reshape(-1, 8, 8)
+    classes = rows[:, -1].astype(np.int64)
+    return images, classes
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ class Painter:
         self.pool = self.sources.splits[split]
         self.seeds = (config.seed, SPLITS.index(split))
         """Seeds of everything that is drawn for the split."""
-        self.by_class = [self.pool[self.sources.labels[self.pool] == digit] for digit in range(10)]
+        labels = self.sources.labels[self.pool]
+        self.by_class = [self.pool[labels == digit] for digit in range(10)]
 
     def canvas(self) -> np.ndarray:
         """Return a black image."""
@@ -143,7 +147,8 @@ class Painter:
     def digit(self, source: int, sides: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
         """Return a source image resized to a random side within two limits, both inclusive."""
         side = int(rng.integers(sides[0], sides[1] + 1))
-        return np.asarray(Image.fromarray(self.sources.images[source]).resize((side, side), Image.Resampling.BILINEAR))
+        image = Image.fromarray(self.sources.images[source])
+        return np.asarray(image.resize((side, side), Image.Resampling.BILINEAR))
 
     def clutter(self, canvas: np.ndarray, sides: tuple[int, int], rng: np.random.Generator) -> tuple[int, ...]:
         """Draw fragments of digits with sides in these limits; return the indices of their source images."""
@@ -157,15 +162,18 @@ class Painter:
         side = len(digit)
         low, high = (max(1, round(side * share)) for share in self.config.fragment)
         height, width = rng.integers(low, high + 1, 2)
-        top, left = rng.integers(0, side - height + 1), rng.integers(0, side - width + 1)
+        top = rng.integers(0, side - height + 1)
+        left = rng.integers(0, side - width + 1)
         piece = digit[top : top + height, left : left + width]
         return (piece * rng.uniform(*self.config.contrast)).astype(np.uint8)
 
     def place(self, canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator) -> Box:
         """Draw a patch at a random position of a canvas, and return its box."""
         height, width = patch.shape
-        top = self.grid * int(rng.integers(0, (canvas.shape[0] - height) // self.grid + 1))
-        left = self.grid * int(rng.integers(0, (canvas.shape[1] - width) // self.grid + 1))
+        steps_down = (canvas.shape[0] - height) // self.grid
+        steps_right = (canvas.shape[1] - width) // self.grid
+        top = self.grid * int(rng.integers(0, steps_down + 1))
+        left = self.grid * int(rng.integers(0, steps_right + 1))
         return paste(canvas, patch, left, top)
 
     def apart(self, sides: Sequence[int], grid: int, rng: np.random.Generator, gap: int = 0) -> list[Box]:
@@ -182,8 +190,9 @@ class Painter:
 
 
 def _are_apart(one: Box, other: Box, gap: int) -> bool:
-    # Doubled centres: their sums need no division.
-    if abs(one[0] + one[2] - other[0] - other[2]) < 2 * gap:
+    # Twice the distance: centres that are doubled need no division.
+    distance = abs(one[0] + one[2] - other[0] - other[2])
+    if distance < 2 * gap:
         return False
     left_or_right = one[2] <= other[0] or other[2] <= one[0]
     above_or_below = one[3] <= other[1] or other[3] <= one[1]

@@ -177,7 +177,8 @@ def _ask(question_type: str, scene: QuestionScene, rng: np.random.Generator) -> 
 
 def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.random.Generator) -> QuestionScene:
     """Draw at least so many digits of different classes that do not overlap, one larger than the others."""
-    count = int(rng.integers(max(config.digits[0], least), config.digits[1] + 1))
+    fewest, most = config.digits
+    count = int(rng.integers(max(fewest, least), most + 1))
     canvas = painter.canvas()
     painter.clutter(canvas, config.large, rng)
     classes = [int(digit) for digit in rng.permutation(10)[:count]]
@@ -190,7 +191,9 @@ def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.rand
         paste(canvas, digit, left, top)
     # Questions read digits from left to right, whatever the order in which they were drawn.
     order = sorted(range(count), key=lambda index: boxes[index][0] + boxes[index][2])
-    return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
+    classes_in_order = tuple(classes[index] for index in order)
+    sources_in_order = tuple(chosen[index] for index in order)
+    return QuestionScene(canvas, classes_in_order, order.index(0), sources_in_order)
 
 
 def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, object]:
@@ -235,13 +238,15 @@ def export_questions(
             chats = compose_chats(config, split)
             bar = progress_bar(chats, desc=split, total=config.conversations[split], shown=progress)
             for index, chat in enumerate(bar):
-                names = [f"images/{split}-{index:06d}.{number}.png" for number in range(len(chat.scenes))]
+                key = f"{split}-{index:06d}"
+                names = [f"images/{key}.{number}.png" for number in range(len(chat.scenes))]
                 for name, scene in zip(names, chat.scenes):
                     (partial / name).write_bytes(encode_png(scene.image))
-                records.append(to_record(f"{split}-{index:06d}", chat, names))
+                records.append(to_record(key, chat, names))
             text = json.dumps(records, indent=1) + "\n"
             (partial / f"{split}.json").write_text(text)
-            files[f"{split}.json"] = {"samples": len(records), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+            checksum = hashlib.sha256(text.encode()).hexdigest()
+            files[f"{split}.json"] = {"samples": len(records), "sha256": checksum}
     return files
 
 

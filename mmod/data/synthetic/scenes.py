@@ -121,9 +121,10 @@ def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng:
             left, top, right, bottom = number * half, 0, (number + 1) * half, config.canvas
         else:
             left, top, right, bottom = 0, number * half, config.canvas, (number + 1) * half
-        box = painter.place(canvas[top:bottom, left:right], digit, rng)
+        inner = painter.place(canvas[top:bottom, left:right], digit, rng)
         chosen.append(source)
-        boxes.append((box[0] + left, box[1] + top, box[2] + left, box[3] + top))
+        # From the half to the canvas.
+        boxes.append((inner[0] + left, inner[1] + top, inner[2] + left, inner[3] + top))
     return Pair(canvas, content, tuple(chosen), tuple(boxes))
 
 
@@ -132,7 +133,11 @@ def _encode(key: str, pair: Pair) -> dict[str, bytes]:
     caption = pair.content.caption
     made = {"digits": pair.content.digits, "sources": pair.sources, "boxes": pair.boxes}
     record = {"caption": caption, "key": key, "status": "success", "width": width, "height": height, **made}
-    return {"png": encode_png(pair.image), "txt": caption.encode(), "json": json.dumps(record).encode()}
+    return {
+        "png": encode_png(pair.image),
+        "txt": caption.encode(),
+        "json": json.dumps(record).encode(),
+    }
 
 
 SCENES = SyntheticSet(
