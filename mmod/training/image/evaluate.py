@@ -70,9 +70,12 @@ class EvalResult(RoutedResult):
 
     def __str__(self) -> str:
         titles = {"top1": "top-1", "top5": "top-5"}
-        figures = "".join(f"{titles.get(name, name)} {figure:.2f} %, " for name, figure in self.accuracies().items())
-        classes = f"; {self.classes}" if self.classes else ""
-        return f"{figures}loss {self.loss:.4f}{self.told_kept} ({self.samples} images{classes})"
+        figures = [f"{titles.get(name, name)} {figure:.2f} %" for name, figure in self.accuracies().items()]
+        figures.append(f"loss {self.loss:.4f}")
+        images = f"{self.samples} images"
+        if self.classes:
+            images += f"; {self.classes}"
+        return f"{', '.join(figures)}{self.told_kept} ({images})"
 
 
 def evaluate(
@@ -165,7 +168,9 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
 
 def check_labels(rows: Columns) -> None:
     """Raise a ValueError if a label is not a class of the model, which the rows of `evaluate_batch` tell."""
-    first, last, outputs = (int(value) for value in (rows["first"].min(), rows["last"].max(), rows["outputs"][0]))
+    first = int(rows["first"].min())
+    last = int(rows["last"].max())
+    outputs = int(rows["outputs"][0])
     check_range(first, last, outputs, of_patches="guess" in rows)
 
 
@@ -244,7 +249,8 @@ def _patch_figures(rows: Columns) -> tuple[float | None, float]:
 
 
 def _classes(rows: Columns) -> int:
-    return int(torch.maximum(rows["target"].long(), rows["guess"].long()).max()) + 1
+    highest_BN = torch.maximum(rows["target"].long(), rows["guess"].long())
+    return int(highest_BN.max()) + 1
 
 
 def _confusion(target_P: Tensor, guess_P: Tensor, classes: int) -> Tensor:

@@ -86,7 +86,8 @@ def check_same_classes(numbers: Mapping[str, int] | None, checkpoint: str | Path
     others = run_classes(checkpoint)
     if numbers is None or others is None or others == numbers:
         return
-    name = next(name for name in sorted({*numbers, *others}) if numbers.get(name) != others.get(name))
+    names = sorted({*numbers, *others})
+    name = next(name for name in names if numbers.get(name) != others.get(name))
     raise ValueError(
         f"{what} {str(checkpoint)!r} answers with other classes: {name!r} is {others.get(name, 'none')} there and "
         f"{numbers.get(name, 'none')} here"

@@ -106,7 +106,8 @@ class ClassificationTask(Task):
         parts |= self.distillation_term(logits, partial(answers, images=images, targets=targets))
         if self.final is not None and self.feature_weight is not None:
             student_BND, taught_BND = (take().float() for take in self.final)
-            parts["features"] = self.feature_weight * (1 - F.cosine_similarity(student_BND, taught_BND, dim=-1).mean())
+            similarity = F.cosine_similarity(student_BND, taught_BND, dim=-1).mean()
+            parts["features"] = self.feature_weight * (1 - similarity)
         return logits, parts | self.auxiliary_term()
 
 

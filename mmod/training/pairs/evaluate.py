@@ -271,8 +271,11 @@ def check_imagenet(names: Sequence[str], expected: int, folder: str) -> None:
 
     Valid names are all WordNet identifiers, as ImageNet comes, or all numbers of classes.
     """
-    numbered = all(name.isdecimal() for name in names) and sorted(map(int, names)) == list(range(expected))
-    if len(names) != expected or not (numbered or all(re.fullmatch(r"n\d+", name) for name in names)):
+    are_numbers = all(name.isdecimal() for name in names)
+    are_classes = are_numbers and sorted(map(int, names)) == list(range(expected))
+    # ImageNet's own names, which come in the order of the prompts.
+    are_synsets = all(re.fullmatch(r"n\d+", name) for name in names)
+    if len(names) != expected or not (are_classes or are_synsets):
         raise ValueError(
             f"{folder!r} must have {expected} folders, named by WordNet identifiers such as n01440764, or by numbers "
             f"from 0 to {expected - 1} in their order, so that each is known to prompts; got {len(names)}: "

@@ -144,7 +144,8 @@ class PairsKind:
         for number, tower in enumerate(("image", "text")):
             parts = [pair[number].to(device_of(self)) for pair in pairs]
             count = partial(_flops, model, tower, parts)
-            inputs[tower] = ModelInput(parts, sum(map(len, parts)), getattr(model, f"encode_{tower}"), count)
+            encode = getattr(model, f"encode_{tower}")
+            inputs[tower] = ModelInput(parts, sum(map(len, parts)), encode, count)
         return inputs
 
     def save(self, model: nn.Module, folder: Path) -> None:

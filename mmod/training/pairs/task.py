@@ -18,8 +18,8 @@ _SCALARS = ("logit_scale", "logit_bias")
 class PairsTask(Task):
     """An open_clip model with its objective.
 
-    The batches of an optimiser step share their negatives: the features of all are computed first, without gradients,
-    then each batch is passed again and compared with the features of the others. This gives the gradients of one large
+    The batches of an optimiser step share their negatives. The features of all are computed first, without gradients.
+    Then each batch is passed again and compared with the features of the others. This gives the gradients of one large
     batch, in the memory of a small one, for a second forward pass.
 
     Args:
@@ -75,14 +75,17 @@ class PairsTask(Task):
         scalars: TensorDict = {name: features.pop(name) for name in _SCALARS if name in features}
         # Every pass computes the loss of the step, so each contributes a share of the gradients of scale and bias.
         part = 1 / max(1, len(cached))
-        scalars = {name: value.detach() + part * (value - value.detach()) for name, value in scalars.items()}
+        for name, value in scalars.items():
+            fixed = value.detach()
+            scalars[name] = fixed + part * (value - fixed)
         # At least this batch, because nothing is cached for a single one.
         step_images = sum(len(batch["image_features"]) for batch in cached)
         share = len(images) / max(len(images), step_images)
         joined = _join(features, cached, index)
         parts |= self._losses(joined, scalars)
         weights = {"distillation": self.distill_weight, "auxiliary": share}
-        loss = torch.stack([weights.get(name, 1.0) * part.float() for name, part in parts.items()]).sum()
+        terms = [weights.get(name, 1.0) * term.float() for name, term in parts.items()]
+        loss = torch.stack(terms).sum()
         return {"loss": loss, **parts, "scale": scalars["logit_scale"].detach()}
 
     def _encode(self, images: Tensor, texts: Tensor, known: TensorDict | None = None) -> TensorDict:

@@ -62,7 +62,8 @@ class EvalResult(RoutedResult):
         return columns
 
     def __str__(self) -> str:
-        lines = [f"{self.loss:.4f} nats ({self.loss / math.log(2):.4f} bits) a byte{self.told_kept}"]
+        bits = self.loss / math.log(2)
+        lines = [f"{self.loss:.4f} nats ({bits:.4f} bits) a byte{self.told_kept}"]
         if self.agreement and self.causal_loss is not None:
             gap = self.causal_loss - self.loss
             kept = sum(self.causal_kept.values()) / len(self.causal_kept)
@@ -120,9 +121,12 @@ def evaluate_ways(
 
 def score(rows: Columns, model: nn.Module) -> EvalResult:
     """Return the result of the rows of all windows of a model."""
-    losses = {name: float(rows[name].mean()) for name in ("loss", "causal_loss", "full_loss") if name in rows}
-    for loss in losses.values():
-        check_value("the mean loss of an evaluation", loss, float)
+    losses = {}
+    for name in ("loss", "causal_loss", "full_loss"):
+        if name not in rows:
+            continue
+        losses[name] = float(rows[name].mean())
+        check_value("the mean loss of an evaluation", losses[name], float)
     shares = {}
     for name, same_BN in rows.items():
         if not name.startswith(_AGREEMENT):

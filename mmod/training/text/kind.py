@@ -83,7 +83,9 @@ class TextKind:
         if training:
             split, count = data.train_split, batches * size
         limited = dataclasses.replace(data, val_split=split, val_limit=count, batch_size=size)
-        windows = [{"input_ids": tokens.to(device_of(self))} for tokens, _ in text_stream(limited).batches(0)]
+        device = device_of(self)
+        batches_of_tokens = text_stream(limited).batches(0)
+        windows = [{"input_ids": tokens.to(device)} for tokens, _ in batches_of_tokens]
         samples = sum(len(batch["input_ids"]) for batch in windows)
         read = partial(_logits, model)
         return {"window": ModelInput(windows, samples, read, partial(window_flops, model, data.length))}
