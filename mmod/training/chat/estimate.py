@@ -134,7 +134,8 @@ def estimate(kind: Any) -> ChatEstimate:
 
     kept = {row.name: row.kept for row in language.blocks}
     # The tolerance covers rounding: 0.29 * 100 is a little below 29.
-    kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
+    for name, share in shares.items():
+        kept.setdefault(name, math.floor(patches * share + 1e-9))
     # The arguments leave out what needs a device.
     is_half = bool(config.trainer.get("bf16") or config.trainer.get("fp16"))
     recomputes = bool(arguments.activation_checkpointing)

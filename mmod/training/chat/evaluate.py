@@ -63,11 +63,11 @@ class EvalResult(RoutedResult):
         } | super().columns()
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {share:.2f} % of {self.questions[kind]}" for kind, share in self.right.items())
+        parts = [f"{kind} {share:.2f} % of {self.questions[kind]}" for kind, share in self.right.items()]
         kept = ""
         if self.kept:
             kept = f"{self.told_kept} of the tokens that may be skipped"
-        return f"answers right {self.accuracy:.2f} %: {kinds}{kept}"
+        return f"answers right {self.accuracy:.2f} %: {', '.join(parts)}{kept}"
 
     @property
     def baseline(self) -> str:
@@ -276,6 +276,7 @@ def answer_loss(model: Any, collator: ChatCollator, conversations: ChatDataset, 
             batch = {name: value.to(model.device) for name, value in collator(chats).items()}
             # The first token of a sequence is predicted by none.
             count = int((batch["labels"][:, 1:] != IGNORED).sum())
-            total += torch.tensor([float(model(**batch).loss) * count, count], dtype=torch.float64)
+            loss = float(model(**batch).loss)
+            total += torch.tensor([loss * count, count], dtype=torch.float64)
     loss, count = sum_over_processes(total.to(model.device)).tolist()
     return float(loss / count)

@@ -133,7 +133,8 @@ def _answer(kind: ChatKind, model: Any, data: _Data, saves: bool, progress: bool
         lines = [json.dumps({**answer._asdict(), "right": answer.is_right}, ensure_ascii=False) for answer in answers]
         write_atomically(Path(kind.config.output) / ANSWERS, "\n".join(lines) + "\n")
     prior = prior_of(data.train.turns(), data.val.turns(last=True))
-    return dataclasses.replace(score(answers, kept), prior={kind: 100 * share for kind, share in prior.items()})
+    percentages = {kind: 100 * share for kind, share in prior.items()}
+    return dataclasses.replace(score(answers, kept), prior=percentages)
 
 
 def _measure(kind: ChatKind, model: nn.Module, data: _Data, size: int, progress: bool) -> dict[str, float]:
@@ -199,7 +200,8 @@ def _gathered(config: TrainConfig, state: dict[str, torch.Tensor], sharded: Any)
     unset_hf_deepspeed_config()
     model, _ = create_with_processor(config, on_meta=True)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
-    model.load_state_dict({name: value.to(dtypes[name]) for name, value in state.items()}, assign=True)
+    weights = {name: value.to(dtypes[name]) for name, value in state.items()}
+    model.load_state_dict(weights, assign=True)
     inner = model if config.lora is None else model.get_base_model()
     # Tied weights are gathered twice.
     inner.tie_weights()

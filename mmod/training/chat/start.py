@@ -90,7 +90,8 @@ def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
         raise ValueError("lora.inference_mode would train no adapter: leave it out")
     # By full names, because hosts have routers of their own; those without weights have nothing to save.
     names = {id(module): name for name, module in model.named_modules()}
-    learning = [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
+    routers = [router for router in routers_of(model) if next(router.parameters(), None) is not None]
+    learning = [names[id(router)] for router in routers]
     saved = _modules_to_save(names.values(), fields.get("modules_to_save"))
     decomposed = str(fields.get("init_lora_weights")).startswith(_DECOMPOSING)
     if decomposed and any(parameter.is_meta for parameter in model.parameters()):
@@ -258,7 +259,10 @@ def freeze_parts(model: nn.Module, parts: list[str]) -> None:
 
 def _owner(name: str) -> str:
     """Return the part that a parameter belongs to."""
-    matches = [part for part, prefixes in _PREFIXES.items() if any(f"{prefix}." in f"{name}." for prefix in prefixes)]
+    matches = []
+    for part, prefixes in _PREFIXES.items():
+        if any(f"{prefix}." in f"{name}." for prefix in prefixes):
+            matches.append(part)
     # A projector can lie inside the tower.
     if "projector" in matches:
         return "projector"

@@ -79,8 +79,10 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     if options.get("load_best_model_at_end"):
         defaults["metric_for_best_model"] = RIGHT
     chosen = {**defaults, **options}
-    # YAML reads the word no as False.
-    chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
+    for name, value in chosen.items():
+        # YAML reads the word no as False.
+        if name.endswith("_strategy") and value is False:
+            chosen[name] = "no"
     arguments = TrainingArguments(
         output_dir=str(Path(config.output) / CHECKPOINTS),
         seed=config.seed,
@@ -365,7 +367,10 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
         return sorted({type(layer).__name__ for layer in layers})
     classes: set[str] = set()
     for name in names.split(","):
-        matches = [type(m).__name__ for m in model.modules() if name in (type(m).__name__, host_class(m).__name__)]
+        matches = []
+        for module in model.modules():
+            if name in (type(module).__name__, host_class(module).__name__):
+                matches.append(type(module).__name__)
         classes |= set(matches or [name])
     return sorted(classes)
 

@@ -92,7 +92,8 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
 
 def write_sums(folder: Path, *, together: bool = False) -> None:
     """Write the checksums of the files in a folder next to them; `together` shares the work of processes."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SUMS]
+    paths = sorted(folder.rglob("*"))
+    files = [path for path in paths if path.is_file() and path.name != SUMS]
     sums = sums_of(folder, [str(path.relative_to(folder)) for path in files], together)
     if not together or process_rank() == 0:
         write_json(folder / SUMS, sums)

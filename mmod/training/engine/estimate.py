@@ -58,7 +58,7 @@ class RunEstimate:
         return self.steps * self.step_flops / (self.processes * rate * 1e12) / 3600
 
     def __str__(self) -> str:
-        by_input = ", ".join(f"{name} {count / 1e9:.4g}" for name, count in self.flops.items())
+        by_input = [f"{name} {count / 1e9:.4g}" for name, count in self.flops.items()]
         step = f"{self.step_flops / 1e12:.4g}"
         memory = (
             f"memory of one process: weights {_size(self.weight_bytes)}, gradients and moments "
@@ -69,7 +69,7 @@ class RunEstimate:
         return "\n".join(
             [
                 f"epochs: {self.epochs:.4g}, steps: {self.steps} of {self.batch} samples",
-                f"forward GFLOPs of a sample: {by_input}; about {step} TFLOPs a step",
+                f"forward GFLOPs of a sample: {', '.join(by_input)}; about {step} TFLOPs a step",
                 f"{self.parameters:,} parameters, {self.trained:,} trained",
                 memory,
             ]

@@ -43,7 +43,8 @@ class RoutedResult:
     def columns(self) -> dict[str, float]:
         """Return the figures that were measured by name, as a run's history and studies show them; no counts."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(cast(Any, self))}
-        return {name: value for name, value in values.items() if isinstance(value, float)} | {"kept": self.mean_kept}
+        figures = {name: value for name, value in values.items() if isinstance(value, float)}
+        return {**figures, "kept": self.mean_kept}
 
     @property
     def baseline(self) -> str:
@@ -198,4 +199,8 @@ def kept_rows(decisions: Mapping[str, Routing], prefix: str = KEPT) -> Columns:
 
 def kept_means(rows: Columns, prefix: str = KEPT) -> dict[str, float]:
     """Return the mean kept share by module over all samples."""
-    return {name.removeprefix(prefix): float(value.mean()) for name, value in rows.items() if name.startswith(prefix)}
+    means = {}
+    for name, value in rows.items():
+        if name.startswith(prefix):
+            means[name.removeprefix(prefix)] = float(value.mean())
+    return means

@@ -92,7 +92,8 @@ class RouterHealth:
 
 
 def _count_gradients(shares: dict[str, Tensor], block: str, free_BN: Tensor, gradient_BN: Tensor) -> None:
-    shares[block] = ((gradient_BN != 0) & free_BN).sum() / free_BN.sum().clamp(min=1)
+    is_reached_BN = (gradient_BN != 0) & free_BN
+    shares[block] = is_reached_BN.sum() / free_BN.sum().clamp(min=1)
 
 
 def evaluation_rows(step: int, data: str, kept: Mapping[str, float]) -> list[RouterRow]:
@@ -102,7 +103,11 @@ def evaluation_rows(step: int, data: str, kept: Mapping[str, float]) -> list[Rou
 
 def logged_figures(rows: Sequence[RouterRow]) -> dict[str, float]:
     """Return the figures of rows by their names in logs, `FIGURE/BLOCK`."""
-    return {f"{name}/{row['block']}": row[name] for name, row in product(FIGURES, rows) if row[name] is not None}
+    figures = {}
+    for name, row in product(FIGURES, rows):
+        if row[name] is not None:
+            figures[f"{name}/{row['block']}"] = row[name]
+    return figures
 
 
 def rows_of_logs(logs: Sequence[Mapping[str, Any]]) -> list[RouterRow]:

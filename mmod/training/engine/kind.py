@@ -176,7 +176,8 @@ def readings(kind: Kind, model: nn.Module, size: int, batches: int = 1) -> dict[
 
 def calibration(kind: Kind, model: nn.Module, batches: int, size: int) -> Iterable[Any]:
     """Return so many batches of `size` training samples for `mmod.search_plan`, spread evenly over the set."""
-    by_name = {name: one.batches for name, one in kind.inputs(model, size, batches, training=True).items()}
+    inputs = kind.inputs(model, size, batches, training=True)
+    by_name = {name: one.batches for name, one in inputs.items()}
     if len(by_name) == 1:
         return next(iter(by_name.values()))
     return [dict(zip(by_name, together)) for together in zip(*by_name.values())]

@@ -154,7 +154,8 @@ class Usage:
         self._mark = now
         self._totals["rss"] = max(self._totals["rss"], _peak_rss())
         if self._device.type == "cuda":
-            self._totals["cuda"] = max(self._totals["cuda"], float(torch.cuda.max_memory_allocated(self._device)))
+            peak = float(torch.cuda.max_memory_allocated(self._device))
+            self._totals["cuda"] = max(self._totals["cuda"], peak)
         return dict(self._totals)
 
     def load_state_dict(self, totals: Mapping[str, float]) -> None:

@@ -193,7 +193,8 @@ class _Trainer:
         if self.epoch >= (self.config.training_only_epochs or self.epochs):
             undo_training_only_(self.model)
         self._train_epoch(bar)
-        is_due = self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0
+        number = self.epoch + 1
+        is_due = number == self.epochs or number % self.config.eval_every == 0
         if is_due:
             self.parallel.average_statistics()
         # Before the evaluation, which may fail, or outlast what a signal leaves; a run that goes on repeats it.
@@ -407,9 +408,10 @@ class _Trainer:
         newest = gathered(next(iter(paths), None))
         if len(set(newest)) > 1:
             raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, newest))}")
-        path, training = read_newest(paths, partial(self.parallel.load, optimizer=self.optimizer)) or (None, None)
-        if path is None or training is None:
+        found = read_newest(paths, partial(self.parallel.load, optimizer=self.optimizer))
+        if found is None:
             return
+        path, training = found
         if training["steps_per_epoch"] != self.steps_per_epoch:
             raise ValueError(
                 f"{str(path)!r} is of a run with {training['steps_per_epoch']} steps per epoch, and these processes "

@@ -36,7 +36,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def mean_kl(logits: Tensor, taught: Tensor) -> Tensor:
     """Return KL(teacher || student), mean over rows of logits (..., C)."""
-    student, target = (F.log_softmax(values.float().flatten(0, -2), dim=-1) for values in (logits, taught))
+    student = F.log_softmax(logits.float().flatten(0, -2), dim=-1)
+    target = F.log_softmax(taught.float().flatten(0, -2), dim=-1)
     # "batchmean" divides by rows; "mean" would divide by classes as well.
     return F.kl_div(student, target, reduction="batchmean", log_target=True)
 
@@ -161,7 +162,8 @@ def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> 
         for number, one_pass in enumerate(task.passes(group, device), 1):
             names.clear()
             if not all_finite([task(*one_pass.arguments)["loss"]]):
-                where.append(f"{[*names, 'the loss'][0]}, batch {number} of {len(group)}")
+                first = names[0] if names else "the loss"
+                where.append(f"{first}, batch {number} of {len(group)}")
     finally:
         for handle in handles:
             handle.remove()
