@@ -22,7 +22,6 @@ from mmod.analysis.table import Measured, Table, compare, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.files import make_folder
 from mmod.io.jobs import Callback, Runner
-from mmod.io.records import answered_by
 from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, MarkdownTable, table_of
 from mmod.io.yaml import merged, read_yaml
@@ -169,9 +168,7 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     store = Store(folder / STORE)
     # Of other rates, another one may be the best.
     question = question_of({"kind": "isoflop", "rates": sorted(config.rates)}, runs)
-    # Older studies did not record theirs.
-    if answered_by(folder) is not None:
-        question.check(folder, _REPORT)
+    question.check(folder, _REPORT)
     # The results of this seed are not reported. Of equal losses the lowest rate is taken.
     rates = Rates(sorted(config.rates), _GAIN, _gain, seed=config.seeds)
     table = Table()
