@@ -170,6 +170,7 @@ def write_study(
     harmed = [] if study.began_by_chance(table) else harm(table, score, names)
     parts = [*harmed, table.caution, *told.parts, *_cheaper(table, runs)]
     parts += _of_one_seed(comparison, table, score, names)
+    parts += without_interval(points)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
     parts = [part for part in parts if part]
     speedups = _speedups(study, table)
@@ -334,8 +335,7 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     """Return a warning if fine-tuning made models worse, clearly or by more than the tolerance; empty else."""
     gains = {name: gain(table, score, BEFORE, name) for name in names}
     tuned = {name: value for name, value in gains.items() if value is not None}
-    # A fall within the tolerance that is not clear is what chance does to every second model.
-    fallen = [name for name, value in tuned.items() if value.high < 0 or value.value < -100 * TOLERANCE]
+    fallen = [name for name, value in tuned.items() if has_fallen(value)]
     if not fallen:
         return []
     # The dense one, by which all are measured, counts most.
@@ -346,6 +346,27 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
         f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell by more than {100 * TOLERANCE:g} "
         f"points or beyond their 95 % intervals: {told}. A lower rate in `finetune`, or more steps, may do less."
     ]
+
+
+def has_fallen(gain: Estimate) -> bool:
+    """Return whether fine-tuning made a model worse by its gain in points: clearly, or by more than the tolerance.
+
+    A fall within the tolerance that is not clear is what chance does to every second model.
+    """
+    return gain.high < 0 or gain.value < -100 * TOLERANCE
+
+
+def without_interval(points: Sequence[Point]) -> list[str]:
+    """Say which differences to the dense model are one number, though others have an interval over seeds."""
+    names = []
+    for point in points:
+        gap = point.to_dense
+        if gap is not None and gap.has_interval and not gap.has_width:
+            names.append(point.name)
+    if not names:
+        return []
+    verb = "differs" if len(names) == 1 else "differ"
+    return [f"Without an interval: {listed(names)} {verb} from the dense model by as much in every seed."]
 
 
 def _of_one_seed(comparison: Comparison, table: Table, score: str, names: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.kind import Told
 from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.rates import Rates, trials_of
-from mmod.studies.report import StudyResult, epochs_of, harm, significance
+from mmod.studies.report import Point, StudyResult, epochs_of, harm, significance, without_interval
 from mmod.studies.runs import Comparison, Run
 from mmod.studies.study import check_following, run_study, training_ahead
 from mmod.training.engine.kind import load
@@ -215,11 +215,31 @@ def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, see
         if seeds == 1:
             assert f"beyond their 95 % intervals: a ({fallen:+.1f} [" in told[0]
     assert harm(Table({"dense": {0: Measured({"top1": 90.0})}}), "top1", ["dense"]) == []
+    # One image of 200 is what chance changes.
+    near = Table(times=table.times)
+    for name in ("dense", "a"):
+        outcomes = {"top1": (right_N < 0.895).astype(float), "before": (right_N < 0.9).astype(float)}
+        near.add(name, 0, Measured({"top1": 89.5, "before": 90.0}, samples=200, outcomes=outcomes))
+    (choice,) = recommendations(near, "top1", "accuracy", {name: Candidate(name) for name in near.runs})
+    assert choice.harm == ""
     few = Table()
     for name, right in (("dense", 36), ("a", 34)):
         outcomes = {"top1": (right_N[:40] < right / 200).astype(float), "before": (right_N[:40] < 0.18).astype(float)}
         few.add(name, 0, Measured({"top1": 2.5 * right, "before": 90.0}, samples=40, outcomes=outcomes))
     assert "1 of 2 models fell by more than 2 points or beyond" in harm(few, "top1", ["dense", "a"])[0]
+
+
+def test_differences_that_are_the_same_in_every_seed_are_said_to_be() -> None:
+    table = Table()
+    for name, values in {"dense": [95.0, 94.0], "a": [94.0, 93.0], "b": [95.0, 94.0], "c": [95.0, 93.8]}.items():
+        for seed, value in enumerate(values):
+            table.add(name, seed, Measured({"top1": value}))
+    points = [Point(name, name, None, {}, {}, gap(table, "top1", name, "dense"), None, {}) for name in table.runs]
+    assert f"{points[1].to_dense:+.1f}" == "-1.0"
+    assert without_interval(points) == [
+        "Without an interval: a and b differ from the dense model by as much in every seed."
+    ]
+    assert without_interval([points[0], points[3]]) == []
 
 
 def test_an_evaluation_of_another_routing_is_not_taken(
