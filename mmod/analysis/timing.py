@@ -127,8 +127,8 @@ def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
     if not reasons:
         return ""
     return (
-        f"Speeds are uncertain: {'; '.join(reasons)}. Measure again on an idle machine, with a new --output or folder "
-        "if this one keeps its times."
+        f"Speeds are uncertain: {'; '.join(reasons)}. Measure again on an idle machine. The folder of a result "
+        "keeps its times: name another one."
     )
 
 

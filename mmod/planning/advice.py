@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mmod.analysis.repeats import RedundancyReport
+from mmod.analysis.statistics import FEWEST
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
@@ -33,6 +34,8 @@ _GRADUAL_PAYS = (
     "No `gradual` saves time here: decisions take longer than what they save. As a rule of thumb, of one idle CPU "
     "thread, it breaks even where a dense pass takes 12 ms, and pays from 25 ms; this one took {ms:.1f} ms{busy}."
 )
+# A table of more rows leaves out on a screen what is slower than the dense model.
+_LONG = 10
 # A budget below this share of the least that was tried is worth another call.
 _CLEARLY_SMALLER = 0.9
 WRITTEN = ("advice.json", "advice.md", "advice.png")
@@ -93,6 +96,11 @@ class Advice:
         return f"next-token {self.measure}"
 
     @property
+    def _flops_of(self) -> str:
+        """The title of the column of FLOPs: of prompts, those of the vision tower are not counted."""
+        return "FLOPs" if self.samples == "images" else "FLOPs, language model"
+
+    @property
     def samples(self) -> str:
         """What the model was evaluated on: "images" or "prompts"."""
         return "images" if self.cache is None else "prompts"
@@ -148,7 +156,21 @@ class Advice:
         return f"import mmod\n\n{lines}"
 
     def table(self) -> MarkdownTable:
-        """Return the rows as a table."""
+        """Return all rows as a table."""
+        return self._table_of(self.rows)
+
+    @property
+    def _too_slow(self) -> list[AdviceRow]:
+        """Rows that a screen leaves out of a long table: slower than the dense model in every pass, and not named."""
+        named = set(self.verdict.named)
+        slow = []
+        for row in self.rows:
+            fastest = max(speedup.median for speedup in (row.speedup, *row.speedups.values()))
+            if fastest < 1 and row.name not in named:
+                slow.append(row)
+        return slow if len(self.rows) > _LONG else []
+
+    def _table_of(self, shown: Sequence[AdviceRow]) -> MarkdownTable:
         in_percent = self.measure == AGREEMENT
         # All candidates are timed in the same passes.
         further = self.rows[0].speedups if self.rows else {}
@@ -158,7 +180,7 @@ class Advice:
             **{f"speedup/{name}": (f"speed-up, {name}", "[.2f") for name in further},
             "score": (self._measure_name, ".1f" if in_percent else f".{COSINES}f"),
             "accuracy": (f"{self._accuracy_name} to dense", "+.1f"),
-            "flops": ("FLOPs", ".2f"),
+            "flops": (self._flops_of, ".2f"),
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
@@ -172,17 +194,26 @@ class Advice:
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
                 "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
             }
-            for row in self.rows
+            for row in shown
         ]
         return table_of(columns, rows)
 
     def __str__(self) -> str:
+        slow = self._too_slow
+        told = ""
+        if slow:
+            names = ", ".join(row.name for row in slow)
+            told = f"Slower than the dense model, with rows in advice.md and `advice.table()`: {names}."
+        return self._report(self._table_of([row for row in self.rows if row not in slow]), told)
+
+    def _report(self, table: MarkdownTable, left_out: str = "") -> str:
+        """Return a table with all that is said of it."""
         verdict = self.verdict
         rows = {row.name: row for row in self.rows}
         lines = {rows[name].label: (rows[name].code, rows[name].config) for name in verdict.named}
         code = shown_code(lines, self.opening)
         facts = "\n".join(f"- {fact}" for fact in self.facts)
-        return "\n\n".join(filter(None, [str(self.table()), self.caution, str(verdict), facts, *code]))
+        return "\n\n".join(filter(None, [str(table), left_out, self.caution, str(verdict), facts, *code]))
 
     @property
     def facts(self) -> list[str]:
@@ -194,12 +225,13 @@ class Advice:
             dense += f", and has {100 * self.accuracy:.1f} % {self.metric}"
         unit = "in %, " if self.measure == AGREEMENT else ""
         columns = ["Speed-up: median and quartiles over rounds."]
-        columns.append(
-            f"{self._measure_name.capitalize()}: with the dense model, {unit}with a 95 % interval over {self.samples}."
-        )
+        measured = f"with the dense model, {unit}with a 95 % interval over {self.samples}"
+        if {row.score.has_interval for row in self.rows} == {False, True}:
+            measured += f"; of fewer than {FEWEST}, only where they are all alike"
+        columns.append(f"{self._measure_name.capitalize()}: {measured}.")
         if any(row.flops is not None for row in self.rows):
-            what = "an image" if self.samples == "images" else "the language model's prefill"
-            columns.append(f"FLOPs: those of {what}, as a share of the dense model's.")
+            what = "those of an image" if self.samples == "images" else "a prefill without the vision tower"
+            columns.append(f"{self._flops_of}: {what}, as a share of the dense model's.")
         if self.accuracy is not None:
             columns.append(f"{self.metric.capitalize()} to dense: the difference in points, which decides.")
         first = min([row.images for row in self.rows], default=self.images)
@@ -279,7 +311,8 @@ class Advice:
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}
         write_json(folder / "advice.json", values)
         write_atomically(
-            folder / "advice.md", f"# {self.title}\n\n{self}\n\n![{self.metric} over speed-up](advice.png)\n"
+            folder / "advice.md",
+            f"# {self.title}\n\n{self._report(self.table())}\n\n![{self.metric} over speed-up](advice.png)\n",
         )
         self.plot(folder / "advice.png", overwrite)
 

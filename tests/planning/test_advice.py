@@ -224,6 +224,41 @@ def test_the_numbers_of_images_are_explained_where_they_differ() -> None:
     assert [row[2].strip() for row in told.table().rows[1:]] == ["0.5000 [0.4000, 0.6000]", "1.0000"]
 
 
+def test_a_long_table_leaves_out_on_a_screen_what_is_slower_than_the_dense_model(tmp_path: Path) -> None:
+    same = Estimate(1.0, 0.99, 1.0)
+    names = [("fast", 1.5), *((f"slow {number}", 0.9) for number in range(10))]
+    advice = advice_of([(name, speed, same, None) for name, speed in names])
+    # Faster in another pass.
+    row = dataclasses.replace(advice.rows[1], speedups={"batch 1": Spread(1.1, 1.1, 1.1)})
+    advice = dataclasses.replace(advice, rows=(advice.rows[0], row, *advice.rows[2:]))
+    shown = str(advice)
+    assert all(f"* {name} " in shown for name in ("fast", "slow 0"))
+    slow = ", ".join(f"slow {number}" for number in range(1, 10))
+    assert f"\nSlower than the dense model, with rows in advice.md and `advice.table()`: {slow}.\n" in shown
+    assert not re.search(r"\* slow [1-9] ", shown)
+    advice.save(tmp_path)
+    page = (tmp_path / "advice.md").read_text()
+    assert all(f"* {name} " in page and len(advice.table().rows) == 12 for name, _ in names)
+    assert "Slower than the dense model" not in page
+    # A short table has all.
+    assert "| * slow 9 " in str(dataclasses.replace(advice, rows=advice.rows[-3:]))
+
+
+def test_prompts_say_what_their_intervals_and_flops_are_of() -> None:
+    rows = [("a", 1.5, Estimate(1.0, 0.9, 1.0), None), ("b", 1.4, Estimate(0.97), None)]
+    advice = advice_of(rows)
+    told = "; of fewer than 59, only where they are all alike."
+    prompts = dataclasses.replace(
+        advice, cache=2**20, rows=tuple(dataclasses.replace(row, cache=2**19, flops=0.6) for row in advice.rows)
+    )
+    assert f"with a 95 % interval over prompts{told}" in str(prompts)
+    assert "FLOPs, language model" in prompts.table().rows[0]
+    assert "- FLOPs, language model: a prefill without the vision tower, as a share of the dense model's." in str(
+        prompts
+    )
+    assert told not in str(dataclasses.replace(prompts, rows=prompts.rows[1:]))
+
+
 def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
     def offered(speed: float, series: str = "a-mod", flops: float = 0.55) -> list[str]:
         advice = advice_of([("one", speed, Estimate(1.0, 0.99, 1.0), None)])
