@@ -115,7 +115,9 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     deciding = {name: module for name, module in model.named_modules() if isinstance(module, Deciding)}
     if not deciding:
         refuse_evaluated(model)
-    terms = [module.auxiliary_loss(name, model.training) for name, module in deciding.items() if module.has_loss]
+    terms = [
+        module.mod_auxiliary_loss(name, model.training) for name, module in deciding.items() if module.mod_has_loss
+    ]
     if not terms:
         parameter = next(model.parameters(), None)
         device = None if parameter is None else parameter.device

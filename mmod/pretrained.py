@@ -27,7 +27,7 @@ from mmod.values import brief, check_module
 CONFIG = "mmod.json"
 HUB = "hf-hub:"
 # Attributes that change with use, and not what the model computes.
-_PASSING = ("training", "grad_checkpointing", "drawn", "emptied", "fused_attn", "distilled_training")
+_PASSING = ("training", "grad_checkpointing", "drawn", "mod_emptied", "fused_attn", "distilled_training")
 _PLAIN = (str, bool, int, float, type(None))
 _KEYS = ("format_version", "versions", "library", "model", "methods", "proofs")
 # The library of a model that the user's own code builds.

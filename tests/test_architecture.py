@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch import nn
 
 import mmod
+from mmod.blocks.conversion import Mixin
 from mmod.cli import COMMANDS
+from mmod.lab.recursions import Cycle
 from tests.kit.fitted import few_series, fit_once
 from tests.kit.scripts import ROOT, run_script
 
@@ -193,6 +196,26 @@ def test_no_two_classes_or_aliases_share_a_name() -> None:
         for node in tree_of(path).body:
             aliases = {target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
             assert not aliases & named.keys(), f"{path} has an alias with the name of a class: {aliases}"
+
+
+# What a mixin replaces of a host on purpose.
+REPLACED = {"_init_weights", "_no_split_modules", "dynamic_feat_size", "forward_head", "generate"}
+REPLACED |= {"init_continuous_batching", "save_pretrained"}
+
+
+def test_what_stands_in_front_of_a_host_hides_none_of_its_names() -> None:
+    for module in pkgutil.walk_packages(mmod.__path__, "mmod."):
+        if module.name.split(".")[1] in ("adapters", "blocks", "lab", "methods"):
+            importlib.import_module(module.name)
+    found: list[type[nn.Module]] = [Mixin]
+    for mixin in found:
+        found += [derived for derived in mixin.__subclasses__() if derived not in found]
+    # Converted classes have the names of their hosts, and a cycle takes the place of blocks.
+    mixins = [mixin for mixin in found if "mod_host" not in vars(mixin) and mixin is not Cycle]
+    bases = {base for mixin in mixins for base in mixin.__mro__ if base.__module__.startswith("mmod.")}
+    names = {name for base in bases for name in vars(base) if not name.startswith(("__", "mod_", "_mod_"))}
+    assert {name for name in names if not hasattr(nn.Module, name)} == REPLACED
+    assert len(bases) > 20
 
 
 def test_state_of_threads_is_in_few_places() -> None:

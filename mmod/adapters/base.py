@@ -157,7 +157,7 @@ class BlockStack:
     def watch_losses(self, model: nn.Module) -> None:
         """Let a call that fails drop the losses of its pass; called after the blocks were converted."""
         owner = self.owner_in(model)
-        losing = tuple(module for module in owner.modules() if isinstance(module, Deciding) and module.has_loss)
+        losing = tuple(module for module in owner.modules() if isinstance(module, Deciding) and module.mod_has_loss)
         if losing and not isinstance(owner, BlockOwner):
             self.own_(owner)
         if isinstance(owner, BlockOwner):

@@ -278,7 +278,7 @@ def _divides(block: nn.Module, branches: Branches, x: Tensor, arguments: Argumen
 class _TrialBlock(ConvertedBlock):
     """Mixin of the block of a trial, which has what methods add."""
 
-    added_modules = ("router",)
+    mod_added_modules = ("router",)
 
 
 class _Added(nn.Module):
@@ -323,7 +323,7 @@ class _Trial:
         # Blocks may draw in evaluation too.
         torch.default_generator.manual_seed(0)
         try:
-            y: Tensor = self.block.run_host(z_BKD, **arguments)
+            y: Tensor = self.block.mod_run_host(z_BKD, **arguments)
         except _Refused:
             raise
         # A host may raise anything on a number of tokens that it was not made for.
@@ -348,7 +348,7 @@ class _Trial:
             self.block.mod_state.call = self.call
         if self.proof.index_argument:
             with torch.no_grad():
-                y_BND = self.block.run_host(self.x_BND, **self.arguments)
+                y_BND = self.block.mod_run_host(self.x_BND, **self.arguments)
             index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)
             lacks = f"does not take the index of each token as {self.proof.index_argument}"
             self._compare(self.run(index_BN), y_BND, lacks, 0)

@@ -30,7 +30,7 @@ Shape = Sequence[int]
 
 def by_data(model: nn.Module) -> bool:
     """Return whether the cost of a forward pass depends on the data."""
-    return any(module.cost_follows_data for module in deciding_modules(model).values())
+    return any(module.mod_cost_follows_data for module in deciding_modules(model).values())
 
 
 def needed_shares(model: nn.Module, kept: Mapping[str, float] | None) -> Mapping[str, float] | None:
@@ -253,7 +253,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
             copied_module.config = module.config
             copied_module.capacity = module.capacity
         if isinstance(module, Deciding) and isinstance(copied_module, Deciding):
-            copied_module.record.together = module.record.together
+            copied_module.mod_record.together = module.mod_record.together
     share_proofs(model, copied)
     return copied
 

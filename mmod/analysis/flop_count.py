@@ -277,7 +277,7 @@ def _run_images(model: nn.Module, stack: BlockStack | None, inputs: Mapping[str,
 
 def _needed_of(deciding: Mapping[str, Deciding], model: nn.Module, kept: Shares) -> Shares:
     """Return kept shares for one part of a model: None where the cost of another part alone follows from the data."""
-    of_part = any(module.cost_follows_data for module in deciding.values())
+    of_part = any(module.mod_cost_follows_data for module in deciding.values())
     if not of_part and by_data(model):
         return None
     return kept
@@ -381,7 +381,7 @@ def _paired(model: nn.Module, stack: BlockStack) -> Iterator[tuple[str, nn.Modul
         count = 1
         if isinstance(block, Deciding):
             # A module of a method may stand for several dense blocks, such as a recursion.
-            count = block.dense_blocks
+            count = block.mod_dense_blocks
         yield name, block, stack.names[first : first + count]
         first += count
 
@@ -394,7 +394,7 @@ def _row(
     for inner, module in block.named_modules():
         if not inner or not isinstance(module, Deciding):
             continue
-        for scorer in module.scorers():
+        for scorer in module.mod_scorers():
             router += routed.flops[f"{name}.{inner}.{scorer}"]
     baseline = sum(dense.flops[dense_name] for dense_name in dense_names)
     tokens = dense.tokens[dense_names[0]]
@@ -403,7 +403,7 @@ def _row(
     if images is not None:
         assert isinstance(block, Deciding)
         # The pass ran all images, so the FLOPs that skipped images save are subtracted.
-        total = total - round((1 - images) * block.missed(routed.flops, name))
+        total = total - round((1 - images) * block.mod_missed(routed.flops, name))
         kept = int(images * kept)
     return BlockFlops(name, tokens, kept, baseline, total, router, importance)
 
@@ -437,7 +437,7 @@ def _fix_shares(deciding: Mapping[str, Deciding], kept: Shares, free: int = 0) -
     Args:
         free: Tokens that may be skipped, of which shares are whole numbers; 0 if it is not known.
     """
-    by_data = {name: module for name, module in deciding.items() if module.cost_follows_data}
+    by_data = {name: module for name, module in deciding.items() if module.mod_cost_follows_data}
     if kept is not None and not isinstance(kept, Trace) and not by_data:
         raise ValueError(
             "leave kept out: it is for models that decide by a threshold, whose cost follows from the data; this one's "
@@ -466,7 +466,7 @@ def _fix_shares(deciding: Mapping[str, Deciding], kept: Shares, free: int = 0) -
         share = float(shares[name])
         if free:
             share = int(free * share) / free
-        images[name] = module.assume_kept(share)
+        images[name] = module.mod_assume_kept(share)
     return {name: share for name, share in images.items() if share < 1}
 
 

@@ -29,4 +29,4 @@ def in_mode(training: bool, *models: nn.Module | None) -> Iterator[None]:
             module.training = mode
         for module in modes:
             if isinstance(module, TrainingOnly):
-                module.follow_mode()
+                module.mod_follow_mode()

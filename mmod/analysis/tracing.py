@@ -64,7 +64,7 @@ class Trace(Mapping[str, Routing]):
     def start(self) -> None:
         """Record decisions in evaluation too, and forget earlier ones, except for a trace around this one."""
         for name, module in self._modules.items():
-            record = module.record
+            record = module.mod_record
             self._around[name] = dict(record.decisions) if record.traced else None
             record.traced = True
             record.decisions.clear()
@@ -90,8 +90,8 @@ class Trace(Mapping[str, Routing]):
         for name, module in self._modules.items():
             around = self._around[name]
             if around is not None:
-                around.update(module.record.decisions)
-            module.record.decisions.clear()
+                around.update(module.mod_record.decisions)
+            module.mod_record.decisions.clear()
         return decisions
 
     def close(self) -> None:
@@ -100,9 +100,9 @@ class Trace(Mapping[str, Routing]):
         for name, module in self._modules.items():
             around = self._around[name]
             if around is None:
-                module.record.traced = False
+                module.mod_record.traced = False
             else:
-                module.record.decisions = around | module.record.decisions
+                module.mod_record.decisions = around | module.mod_record.decisions
         self._around.clear()
 
     def _routings(self) -> dict[str, Routing]:
@@ -110,9 +110,9 @@ class Trace(Mapping[str, Routing]):
             return self._closed
         return {
             # Detached: a trace must not keep the graph of the pass alive.
-            _name(name, place): module.record.decisions[place].detach()
+            _name(name, place): module.mod_record.decisions[place].detach()
             for name, module, place in self._places()
-            if place in module.record.decisions
+            if place in module.mod_record.decisions
         }
 
     def decided_alone(self) -> dict[str, Tensor]:
@@ -123,15 +123,15 @@ class Trace(Mapping[str, Routing]):
         routings = self._routings()
         alone: dict[str, Tensor] = {}
         for name, module in self._modules.items():
-            names = {place: _name(name, place) for place in module.places()}
+            names = {place: _name(name, place) for place in module.mod_places()}
             decisions = {place: routings[known] for place, known in names.items() if known in routings}
-            alone |= {names[place]: keep_BN for place, keep_BN in module.decided_alone(decisions).items()}
+            alone |= {names[place]: keep_BN for place, keep_BN in module.mod_decided_alone(decisions).items()}
         return alone
 
     def _places(self) -> Iterator[tuple[str, Deciding, str]]:
         """Yield the name of each deciding module, the module, and one of its places, in order."""
         for name, module in self._modules.items():
-            for place in module.places():
+            for place in module.mod_places():
                 yield name, module, place
 
     @property

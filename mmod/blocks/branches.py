@@ -93,7 +93,7 @@ class Branch(Mixin):
 class ObservedBranch(Branch):
     """A branch that is only observed, and is observed from around the block where its forward is replaced."""
 
-    optional = True
+    mod_optional = True
 
 
 def make_branch(block: nn.Module, name: str, inner: PerThread[Inner], mixin: type[Branch] = Branch) -> None:
@@ -190,12 +190,12 @@ class SilencedHalves(Halves):
     def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Return tokens (B, N, D) after the block's attention."""
         with running(block.mod_state.inner, self.mlp, expects_batch=False):
-            y: Tensor = block.run_host(x_BND, **arguments)
+            y: Tensor = block.mod_run_host(x_BND, **arguments)
             return y
 
     def feed(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Return tokens (B, N, D) after the block's MLP."""
         read = {name: arguments[name] for name in self.fed if name in arguments}
         with running(block.mod_state.inner, self.attention, expects_batch=False):
-            y: Tensor = block.run_host(x_BND, **{**dict.fromkeys(self.required), **read})
+            y: Tensor = block.mod_run_host(x_BND, **{**dict.fromkeys(self.required), **read})
             return y

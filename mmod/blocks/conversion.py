@@ -25,34 +25,32 @@ class Mixin(nn.Module):
         mod_method: The method that put it there; None for none.
         mod_drawn: The weights that decide, as the method drew them.
         mod_told: What users were told of the modules that one application of the method put there, which share it.
-        keeps_name: The converted class has the name of the host's.
-        title: What stands in front of the host's name otherwise; empty for the mixin's own name.
-        added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
-        replaces: Names of a host that it replaces on purpose. A host that has another of its names is refused.
-        optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
-        stacks: It may share a module with other mixins.
-        of_method: It is part of a method's change; the mixin that puts methods in place and takes them off is none.
-        state_name: Where its plain state is.
+        mod_keeps_name: The converted class has the name of the host's.
+        mod_title: What stands in front of the host's name otherwise; empty for the mixin's own name.
+        mod_added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
+        mod_optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
+        mod_stacks: It may share a module with other mixins.
+        mod_of_method: It is part of a method's change; the mixin that puts methods in place and takes them off is none.
+        mod_state_name: Where its plain state is.
     """
 
     mod_state: Any
     mod_method: Any = None
     mod_drawn: tuple[Tensor, ...] = ()
     mod_told: set[str]
-    keeps_name: ClassVar[bool] = False
-    title: ClassVar[str] = ""
-    added_modules: ClassVar[tuple[str, ...]] = ()
-    replaces: ClassVar[tuple[str, ...]] = ()
-    optional: ClassVar[bool] = False
-    stacks: ClassVar[bool] = False
-    of_method: ClassVar[bool] = True
-    state_name: ClassVar[str] = "mod_state"
+    mod_keeps_name: ClassVar[bool] = False
+    mod_title: ClassVar[str] = ""
+    mod_added_modules: ClassVar[tuple[str, ...]] = ()
+    mod_optional: ClassVar[bool] = False
+    mod_stacks: ClassVar[bool] = False
+    mod_of_method: ClassVar[bool] = True
+    mod_state_name: ClassVar[str] = "mod_state"
 
     @classmethod
-    def complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
+    def mod_complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
         """Add to a converted class what depends on its host's class."""
 
-    def chooses_together(self, training: bool) -> bool:
+    def mod_chooses_together(self, training: bool) -> bool:
         """Return whether a token's output depends on the other tokens of its image or text."""
         return True
 
@@ -60,20 +58,20 @@ class Mixin(nn.Module):
 class Container(Mixin):
     """Mixin of a host that may run its children in turn: the modules that a method added are none of them."""
 
-    def _children(self) -> list[Any]:
-        return [module for name, module in self._modules.items() if name not in self.added_modules]
+    def _mod_children(self) -> list[Any]:
+        return [module for name, module in self._modules.items() if name not in self.mod_added_modules]
 
     def __iter__(self) -> Iterator[Any]:
         """Return the host's children."""
-        return iter(self._children())
+        return iter(self._mod_children())
 
     def __len__(self) -> int:
         """Return the number of the host's children."""
-        return len(self._children())
+        return len(self._mod_children())
 
     def __getitem__(self, index: Any) -> Any:
         """Return a child of the host, or several as a container of torch's."""
-        chosen = self._children()[index]
+        chosen = self._mod_children()[index]
         if not isinstance(chosen, list):
             return chosen
         if isinstance(self, nn.Sequential):
@@ -111,7 +109,7 @@ def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHE
 
     # `RoutedBlock` makes RoutedEncoderLayer of an EncoderLayer, and of timm's Block a class of its own name. Libraries
     # identify a model in a saved folder by the name of its class.
-    titles = [mixin.title or mixin.__name__.removesuffix("Block") for mixin in mixins if not mixin.keeps_name]
+    titles = [mixin.mod_title or mixin.__name__.removesuffix("Block") for mixin in mixins if not mixin.mod_keeps_name]
     # The host's module and text, so that tools which tell a class by them still know it.
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
     container = Container if issubclass(host, (nn.Sequential, nn.ModuleList)) else None
@@ -120,7 +118,7 @@ def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHE
     bases = [base for base in (shell.outer, *mixins, shell.inner, container, host) if base is not None]
     converted = type("".join(titles) + host.__name__, tuple(bases), {**members, "mod_host": host, "mod_mixins": mixins})
     for mixin in mixins:
-        mixin.complete(converted, host)
+        mixin.mod_complete(converted, host)
     # Of two threads that make the class at once, both get the first one.
     return _CLASSES.setdefault((mixins, host, shell), converted)
 
@@ -219,57 +217,27 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
         mixins = present
     else:
         # Mixins that stack watch calls, so they stand around the one that changes what the module computes.
-        mixins = (mixin, *present) if mixin.stacks else (*present, mixin)
+        mixins = (mixin, *present) if mixin.mod_stacks else (*present, mixin)
     converted = converted_class(mixins, host_class(module), shell)
-    apart = [other for other in mixins if not other.stacks]
+    apart = [other for other in mixins if not other.mod_stacks]
     if len(apart) > 1 or (mixin in present and not isinstance(module, converted)):
         raise ValueError(
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
             "call mmod.undo_ first"
         )
-    if not mixin.stacks and not present:
-        _refuse_hidden_names(module, mixin)
-    taken = [name for name in mixin.added_modules if name in module._modules and not present]
+    taken = [name for name in mixin.mod_added_modules if name in module._modules and not present]
     if taken:
         raise ValueError(
             f"this {type(module).__name__} has a module {taken[0]!r} of its own, which the one of that name that the "
             "method adds would replace: give it another name"
         )
     if "forward" in vars(module) and not present and mixin_forwards(converted):
-        if mixin.optional:
+        if mixin.mod_optional:
             return
         raise HiddenClass(module)
     # Nothing is wrapped: parameters keep their names, and hooks and all who hold the module their object.
     _put_class(module, converted)
-    setattr(module, mixin.state_name, state)
-
-
-def _added_names(mixin: type[Mixin]) -> list[str]:
-    """Return the names of mmod that a mixin puts in front of those of its host."""
-    names: set[str] = set()
-    for base in mixin.__mro__:
-        if issubclass(base, Mixin) and base.__module__.partition(".")[0] == "mmod":
-            names.update(vars(base))
-    # Those of torch's own modules are known to a host, and `mod_` is mmod's.
-    free = {name for name in names if name.startswith(("__", "mod_")) or hasattr(nn.Module, name)}
-    return sorted(names - free - {*mixin.replaces})
-
-
-def _refuse_hidden_names(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Raise a ValueError if a host uses a name that a mixin takes: its code would get what is mmod's."""
-    host = host_class(module)
-    # A module that a method put into the model is mmod's own.
-    if issubclass(host, Mixin):
-        return
-    # Settings of a mixin are read from its class, so an attribute of the host's instance stands beside them.
-    plain = {name for name in vars(module) if not isinstance(getattr(mixin, name, None), (str, bool, tuple))}
-    own = {*plain, *module._modules, *module._parameters, *module._buffers}
-    hidden = [name for name in _added_names(mixin) if name in own or hasattr(host, name)]
-    if hidden:
-        raise ValueError(
-            f"this {host.__name__} has {', '.join(map(repr, hidden))} of its own, which a name of mmod would hide from "
-            "its code: give it another name"
-        )
+    setattr(module, mixin.mod_state_name, state)
 
 
 class HiddenClass(ValueError):
@@ -293,7 +261,7 @@ class HiddenClass(ValueError):
 def mixin_forwards(module_class: type[nn.Module]) -> list[Any]:
     """Return the forwards of the mixins in a class, without those of its host and those that `complete` may add."""
     mixins = [base for base in module_class.__mro__ if issubclass(base, Mixin) and "forward" in vars(base)]
-    return [vars(mixin)["forward"] for mixin in mixins if "mod_host" not in vars(mixin) or not mixin.optional]
+    return [vars(mixin)["forward"] for mixin in mixins if "mod_host" not in vars(mixin) or not mixin.mod_optional]
 
 
 def _maker(module: Any) -> str:
@@ -312,18 +280,18 @@ def modules_of(model: nn.Module, method: str) -> list[Mixin]:
 def make_dense(module: nn.Module) -> None:
     """Give a converted module its host's class back; mixins that are part of no method's change stay."""
     for mixin in mixins_of(module):
-        if mixin.of_method:
+        if mixin.mod_of_method:
             remove(module, mixin)
 
 
 def remove(module: nn.Module, mixin: type[Mixin]) -> None:
     """Remove a mixin from a module, with what it added; another one on the module stays."""
-    for name in mixin.added_modules:
+    for name in mixin.mod_added_modules:
         module._modules.pop(name, None)
-    vars(module).pop(mixin.state_name, None)
+    vars(module).pop(mixin.mod_state_name, None)
     others = tuple(other for other in mixins_of(module) if other is not mixin)
     host = host_class(module)
     _put_class(module, converted_class(others, host) if others else host)
-    if not any(other.of_method for other in others):
+    if not any(other.mod_of_method for other in others):
         for name in ("mod_method", "mod_drawn", "mod_told"):
             vars(module).pop(name, None)

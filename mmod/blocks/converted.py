@@ -24,11 +24,11 @@ EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, whi
 class ConvertedBlock(Mixin):
     """Mixin of a block that runs its host's forward itself."""
 
-    def run_host(self, z: Tensor, **arguments: Any) -> Tensor:
+    def mod_run_host(self, z: Tensor, **arguments: Any) -> Tensor:
         """Return tokens after the host's forward."""
         return super().forward(z, **arguments)
 
-    def observe(
+    def mod_observe(
         self, run: Callable[[], Tensor], x: Tensor, queries_BN: Tensor | None, importance: str
     ) -> tuple[Tensor, Tensor]:
         """Run what contains the host's attention on tokens x; return its result, and the importance of x (B, N).
@@ -40,10 +40,10 @@ class ConvertedBlock(Mixin):
             y = run()
             return y, token_change(x, y)
         captured = capture_importance(queries_BN, importance)
-        y = self.run_observed(run, captured)
+        y = self.mod_run_observed(run, captured)
         return y, captured.read()
 
-    def run_observed(self, run: Callable[[], Tensor], watch: AttentionIntercept) -> Tensor:
+    def mod_run_observed(self, run: Callable[[], Tensor], watch: AttentionIntercept) -> Tensor:
         """Run what contains the host's attention, inside a mode that reads it."""
         state = self.mod_state
         name = state.call.operators.get("attention")

@@ -56,7 +56,7 @@ def refuse_hidden(module: nn.Module, arguments: Arguments) -> None:
 def _refuse_trace(module: nn.Module) -> None:
     """Refuse torch.jit.trace where a block would, before host and torch warn of what a trace cannot record."""
     for inner in module.modules():
-        reason = getattr(inner, "untraceable", "")
+        reason = getattr(inner, "mod_untraceable", "")
         if reason:
             raise RuntimeError(reason)
 
@@ -95,7 +95,7 @@ class _Watch:
         self.handles = [inner.register_forward_pre_hook(self._see) for inner in inside]
         # No mixin runs without its state. A property stands before the attribute of the same name, so one in its place
         # sees the mixin, whatever the forward on the instance calls on the way to it.
-        names = {mixin.state_name for mixin in mixins_of(module)}
+        names = {mixin.mod_state_name for mixin in mixins_of(module)}
         watching = {name: property(partial(self._read, name)) for name in names}
         watched = type(module)
         module.__class__ = type(watched.__name__, (watched,), {**watching, _MARK: True})

@@ -75,7 +75,7 @@ class ImportanceBlock(ConvertedBlock):
         span_pass = None if state.span is None else state.span.enter(x, state)
         tokens = call.masks(arguments, x)
         run = partial(super().forward, x, **arguments)
-        y, importance_BN = self.observe(run, x, tokens.queries_BN, state.importance)
+        y, importance_BN = self.mod_observe(run, x, tokens.queries_BN, state.importance)
         if state.span is None:
             state.note(importance_BN, tokens.valid_BN)
             return y

@@ -56,13 +56,13 @@ class BlockOwner(Mixin):
     extracted features, a user's loop) gets all tokens from each block.
     """
 
-    keeps_name = True
-    stacks = True
+    mod_keeps_name = True
+    mod_stacks = True
     # Where a `forward` on the module hides it, blocks hand on all tokens.
-    optional = True
-    state_name = "mod_owner"
+    mod_optional = True
+    mod_state_name = "mod_owner"
     mod_owner: OwnerState
-    running: ClassVar[tuple[str, ...]] = (
+    mod_running: ClassVar[tuple[str, ...]] = (
         "forward",
         "forward_features",
         "forward_intermediates",
@@ -72,13 +72,13 @@ class BlockOwner(Mixin):
     """Methods of hosts that run the blocks."""
 
     @classmethod
-    def complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
+    def mod_complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
         """Let each method of the host that runs the blocks be a call."""
-        for name in cls.running:
+        for name in cls.mod_running:
             if hasattr(host, name):
                 setattr(converted, name, _as_call(converted, name, getattr(host, name)))
 
-    def run_in_call(self, name: str, run: HostMethod, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def mod_run_in_call(self, name: str, run: HostMethod, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a method of the host in a call of the blocks, which ends with it, also after a KeyboardInterrupt."""
         calls = self.mod_owner.calls.value
         outer = calls.running
@@ -86,9 +86,9 @@ class BlockOwner(Mixin):
             # The host's forward runs it: they are one call.
             outer.awaits_features = False
             return run(*args, **kwargs)
-        losses = self.uncollected() if self.mod_owner.losing else []
+        losses = self.mod_uncollected() if self.mod_owner.losing else []
         try:
-            calls.running = self.new_call(name, outer)
+            calls.running = self.mod_new_call(name, outer)
             return run(*args, **kwargs)
         except BaseException:
             # Those of a pass that did not end would be added to the next step's.
@@ -100,26 +100,26 @@ class BlockOwner(Mixin):
             calls.running = outer
             calls.forget()
 
-    def uncollected(self) -> list[tuple[Record, list[PassLoss]]]:
+    def mod_uncollected(self) -> list[tuple[Record, list[PassLoss]]]:
         """Return the losses that passes before have left in this thread."""
         # A graph that fails has left none.
         if torch.compiler.is_compiling():
             return []
         # A method that was taken off has left dense modules.
-        records = [module.record for module in self.mod_owner.losing if isinstance(module, Deciding)]
+        records = [module.mod_record for module in self.mod_owner.losing if isinstance(module, Deciding)]
         return [(record, record.losses) for record in records]
 
-    def new_call(self, name: str, outer: StackCall) -> StackCall:
+    def mod_new_call(self, name: str, outer: StackCall) -> StackCall:
         """Return a call of a method of the host within another one."""
-        return StackCall(outer, self.is_uninterrupted(name), self.mod_owner.read_blocks, name == "forward")
+        return StackCall(outer, self.mod_is_uninterrupted(name), self.mod_owner.read_blocks, name == "forward")
 
-    def is_uninterrupted(self, name: str) -> bool:
+    def mod_is_uninterrupted(self, name: str) -> bool:
         """Return whether the host's code runs the blocks in order, and nothing reads the tokens between them."""
         if not self.mod_owner.host or name not in _IN_SEQUENCE:
             return False
-        return not self._recomputes() and self.runs_in_order() and not self._tokens_are_read()
+        return not self._mod_recomputes() and self.mod_runs_in_order() and not self._mod_tokens_are_read()
 
-    def _recomputes(self) -> bool:
+    def _mod_recomputes(self) -> bool:
         """Return whether gradient checkpointing is on.
 
         A segment that is recomputed begins with what its first block got, and would not know what rows stand for.
@@ -133,7 +133,7 @@ class BlockOwner(Mixin):
             getattr(block, "gradient_checkpointing", False) and block.training for block in self.mod_owner.blocks
         )
 
-    def runs_in_order(self) -> bool:
+    def mod_runs_in_order(self) -> bool:
         """Return whether the host's code runs the stack's blocks in order."""
         state = self.mod_owner
         for name in _IN_SEQUENCE:
@@ -145,7 +145,7 @@ class BlockOwner(Mixin):
             return False
         return list(blocks._modules.values()) == list(state.blocks)
 
-    def _tokens_are_read(self) -> bool:
+    def _mod_tokens_are_read(self) -> bool:
         """Return whether a hook or a replaced forward reads the tokens between blocks."""
         hooks: Any = torch.nn.modules.module
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
@@ -200,6 +200,6 @@ def _as_call(converted: type[nn.Module], name: str, host_method: HostMethod) -> 
         # Who holds the method may call it after the mixin was removed, or on a new object of the class.
         if "mod_owner" not in self.__dict__:
             return host_method(self, *args, **kwargs)
-        return self.run_in_call(name, getattr(super(converted, self), name), args, kwargs)
+        return self.mod_run_in_call(name, getattr(super(converted, self), name), args, kwargs)
 
     return run

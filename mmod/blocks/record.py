@@ -130,25 +130,25 @@ class Deciding(Mixin):
     """Mixin of a module that decides which tokens, images or channels run: what traces and FLOP counts read."""
 
     @property
-    def record(self) -> Record:
+    def mod_record(self) -> Record:
         """This thread's record."""
         return self.mod_state.records.value
 
-    def places(self) -> tuple[str, ...]:
+    def mod_places(self) -> tuple[str, ...]:
         """Return the names of the decisions in a pass, in order; "" for a single one."""
         return ("",)
 
     @property
-    def dense_blocks(self) -> int:
+    def mod_dense_blocks(self) -> int:
         """Number of consecutive dense blocks that the module replaces."""
         return 1
 
     @property
-    def cost_follows_data(self) -> bool:
+    def mod_cost_follows_data(self) -> bool:
         """Whether FLOPs depend on the decisions, not on shapes alone."""
         return False
 
-    def assume_kept(self, share: float) -> float:
+    def mod_assume_kept(self, share: float) -> float:
         """Make a copy whose FLOPs are counted keep a share of its tokens.
 
         Returns:
@@ -156,16 +156,16 @@ class Deciding(Mixin):
         """
         return share
 
-    def missed(self, flops: Mapping[str, int], name: str) -> int:
+    def mod_missed(self, flops: Mapping[str, int], name: str) -> int:
         """Return the FLOPs that a skipped image saves, from the FLOPs by module when none is skipped."""
         return flops[name]
 
     @property
-    def has_loss(self) -> bool:
+    def mod_has_loss(self) -> bool:
         """Whether a pass in training mode leaves a loss."""
         return False
 
-    def decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+    def mod_decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens would run if decided independently (B, N), by place; none where evaluation decides so.
 
         Args:
@@ -173,23 +173,23 @@ class Deciding(Mixin):
         """
         return {}
 
-    def scorers(self) -> dict[str, nn.Module]:
+    def mod_scorers(self) -> dict[str, nn.Module]:
         """Return the modules with learned weights that decide, by their names in this one."""
         return {}
 
-    def remember_drawn(self) -> None:
+    def mod_remember_drawn(self) -> None:
         """Remember the weights that decide, to tell later whether they were trained or loaded."""
-        weights = chain.from_iterable(scorer.parameters() for scorer in self.scorers().values())
+        weights = chain.from_iterable(scorer.parameters() for scorer in self.mod_scorers().values())
         self.mod_drawn = tuple(weight.detach().clone() for weight in weights if weight.requires_grad)
 
-    def keep_loss(self, losses: Sequence[Tensor], *roots: Tensor) -> None:
+    def mod_keep_loss(self, losses: Sequence[Tensor], *roots: Tensor) -> None:
         """Record the weighted losses of the running pass in training mode, until they are collected.
 
         Args:
             losses: Computed where gradient checkpointing repeats the pass too, so that it finds the same tensors.
             roots: What the losses were computed from. The first one with a graph tells when a backward pass frees it.
         """
-        record = self.record
+        record = self.mod_record
         if recomputing():
             return
         value = sum(losses[1:], losses[0])
@@ -197,16 +197,16 @@ class Deciding(Mixin):
             return
         loss = PassLoss(value)
         if record.losses[0].is_pass:
-            self.tell_of_uncollected()
+            self.mod_tell_of_uncollected()
         record.add(loss)
         with_graph = [root for root in roots if root.requires_grad]
         if with_graph and not torch.compiler.is_compiling():
             _watch(loss, with_graph[0])
 
     @_while_tracing
-    def tell_of_uncollected(self) -> bool:
+    def mod_tell_of_uncollected(self) -> bool:
         """Warn once that the losses of the oldest passes go."""
-        return self._tell(
+        return self._mod_tell(
             "uncollected",
             f"the auxiliary losses of more than {UNCOLLECTED} forward passes in training mode were not collected, and "
             "the oldest go: add mmod.auxiliary_loss(model) to the loss of every step, or apply the method without "
@@ -214,11 +214,11 @@ class Deciding(Mixin):
         )
 
     @_while_tracing
-    def tell_of_frozen(self) -> bool:
+    def mod_tell_of_frozen(self) -> bool:
         """Warn once if weights that decide are frozen as they were drawn."""
         if not self.mod_drawn or not torch.is_grad_enabled():
             return False
-        for name, scorer in self.scorers().items():
+        for name, scorer in self.mod_scorers().items():
             parameters = list(scorer.parameters())
             if not parameters or any(weight.requires_grad for weight in parameters):
                 continue
@@ -229,15 +229,15 @@ class Deciding(Mixin):
             # They will not change any more, so this is asked once.
             self.mod_drawn = ()
             if all(any(_same(weight, first) for first in drawn) for weight in parameters):
-                return self._tell(
+                return self._mod_tell(
                     "frozen",
                     f"{name} of the method {self.mod_method.kind!r} is frozen at the weights drawn for it, and "
                     "stays random: train it with requires_grad_(True) or, with peft, "
-                    f"modules_to_save={list(self.scorers())}, or load trained weights before",
+                    f"modules_to_save={list(self.mod_scorers())}, or load trained weights before",
                 )
         return False
 
-    def _tell(self, about: str, message: str) -> bool:
+    def _mod_tell(self, about: str, message: str) -> bool:
         # The modules of one application share the set.
         told: set[str] = vars(self).setdefault("mod_told", set())
         if about not in told:
@@ -245,7 +245,7 @@ class Deciding(Mixin):
             warnings.warn(message, stacklevel=4)
         return True
 
-    def auxiliary_loss(self, name: str, training: bool) -> Tensor:
+    def mod_auxiliary_loss(self, name: str, training: bool) -> Tensor:
         """Return the weighted losses of the passes in training mode since the last call.
 
         Args:
@@ -255,7 +255,7 @@ class Deciding(Mixin):
         Raises:
             RuntimeError: There was none, or its graph is gone.
         """
-        losses = self.record.collect()
+        losses = self.mod_record.collect()
         if losses:
             return sum(losses[1:], losses[0])
         if not self.training:
@@ -277,5 +277,5 @@ def deciding_modules(model: nn.Module) -> dict[str, Deciding]:
     for name, module in model.named_modules():
         if isinstance(module, Deciding) and not (enclosing and name.startswith(enclosing)):
             modules[name] = module
-            enclosing = f"{name}." if "" in module.places() else enclosing
+            enclosing = f"{name}." if "" in module.mod_places() else enclosing
     return modules

@@ -61,17 +61,17 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
     router: Router
     mod_state: RoutedState
-    added_modules = ("router",)
-    untraceable: ClassVar[str] = _TRACED
+    mod_added_modules = ("router",)
+    mod_untraceable: ClassVar[str] = _TRACED
     """Why torch.jit.trace cannot record the block."""
 
     @property
-    def cost_follows_data(self) -> bool:
+    def mod_cost_follows_data(self) -> bool:
         """Whether the router selects by threshold, at least in evaluation."""
         config = self.router.config
         return config.select != "topk" or config.language.inference_threshold is not None
 
-    def assume_kept(self, share: float) -> float:
+    def mod_assume_kept(self, share: float) -> float:
         """Keep a share of the tokens by top-k; return the share for whole images, or 0 for no tokens."""
         router = self.router
         select = router.config.select
@@ -89,7 +89,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         router.capacity = Fraction(share).limit_denominator(10_000)
         return 1.0 if share else 0.0
 
-    def missed(self, flops: Mapping[str, int], name: str) -> int:
+    def mod_missed(self, flops: Mapping[str, int], name: str) -> int:
         """Return the FLOPs of the block without its router, or of the routed branch."""
         branch = self.mod_state.call.operators.get(str(self.router.config.operator))
         if branch is None:
@@ -107,41 +107,41 @@ class RoutedBlock(Deciding, ConvertedBlock):
         state = self.mod_state
         # Most hosts pass tokens alone, and binding takes time.
         arguments = state.call.bind(args, kwargs) if args or kwargs else {}
-        routing = self.decide(x, arguments)
+        routing = self.mod_decide(x, arguments)
         rows = state.execution.make_rows(self, x, arguments, routing)
         y = state.execution.run(self, super().forward, rows.z, arguments, rows)
         return rows.write_back(y)
 
-    def decide(self, x: Tensor, arguments: Mapping[str, Any]) -> Routing:
+    def mod_decide(self, x: Tensor, arguments: Mapping[str, Any]) -> Routing:
         """Return which of the tokens (B, N, D) run."""
         state = self.mod_state
         tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
-        scored = self.normed(x) if state.execution.scores_norm else x
+        scored = self.mod_normed(x) if state.execution.scores_norm else x
         routing: Routing = self.router(scored, None, tokens)
         if self.training or state.records.value.traced:
-            self.note(routing, x)
+            self.mod_note(routing, x)
         return routing
 
-    def normed(self, x: Tensor) -> Tensor:
+    def mod_normed(self, x: Tensor) -> Tensor:
         """Return the output of the block's first norm, which the router scores instead of the tokens."""
         norm = self.mod_state.call.first_norm(self)
         normed: Tensor = norm(x)
         return normed
 
-    def note(self, routing: Routing, x: Tensor) -> None:
+    def mod_note(self, routing: Routing, x: Tensor) -> None:
         """Record a decision and, in training, its losses. In other calls nobody reads what would keep tensors alive."""
-        self.record.keep("", routing)
+        self.mod_record.keep("", routing)
         if self.training:
-            self.tell_of_frozen()
-            losses = self.losses(routing)
+            self.mod_tell_of_frozen()
+            losses = self.mod_losses(routing)
             if losses:
-                self.keep_loss(losses, x, routing.score_BN)
+                self.mod_keep_loss(losses, x, routing.score_BN)
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse torch.jit.trace, under which torch calls this in place of `forward`."""
-        raise RuntimeError(self.untraceable)
+        raise RuntimeError(self.mod_untraceable)
 
-    def scorers(self) -> dict[str, nn.Module]:
+    def mod_scorers(self) -> dict[str, nn.Module]:
         """Return the router, and the score that it shares with others."""
         router = self.router
         if isinstance(router.score, BorrowedScore):
@@ -149,11 +149,11 @@ class RoutedBlock(Deciding, ConvertedBlock):
         return {"router": router}
 
     @property
-    def has_loss(self) -> bool:
+    def mod_has_loss(self) -> bool:
         """Whether the config has a loss."""
         return bool(self.router.config.losses)
 
-    def decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+    def mod_decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens reach the inference threshold (B, N), if there is one."""
         config = self.router.config
         threshold = config.language.inference_threshold
@@ -161,7 +161,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             return {}
         return {place: config.router.normalised(made.logit_BN) >= threshold for place, made in decisions.items()}
 
-    def losses(self, routing: Routing) -> list[Tensor]:
+    def mod_losses(self, routing: Routing) -> list[Tensor]:
         """Return the weighted losses of a decision that the config names."""
         router = self.router
         return [weight * LOSSES[name](routing, router) for name, weight in router.config.losses.items()]
@@ -174,7 +174,7 @@ class SpannedBlock(RoutedBlock):
     and their MLP. In some calls of a decoder layer all tokens run.
     """
 
-    title = "Routed"
+    mod_title = "Routed"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D), or rows that the block before passed on (B, K, D); return the same of the two."""
@@ -188,14 +188,14 @@ class SpannedBlock(RoutedBlock):
             if whole is not None:
                 return host(x, **whole)
         arguments = state.call.bind(args, kwargs) if args or kwargs else {}
-        span_pass = None if state.span is None else self.enter(x, arguments)
+        span_pass = None if state.span is None else self.mod_enter(x, arguments)
         if execution.between_halves:
-            x = self.attend(x, arguments, span_pass)
-        rows, z = self.gather(x, arguments, span_pass)
+            x = self.mod_attend(x, arguments, span_pass)
+        rows, z = self.mod_gather(x, arguments, span_pass)
         y = execution.run(self, host, z, arguments, rows)
-        return self.leave(y, rows, span_pass)
+        return self.mod_leave(y, rows, span_pass)
 
-    def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
+    def mod_enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
         """Return the pass of tokens (B, N, D), or of rows that the block before passed on (B, K, D)."""
         state = self.mod_state
         span = state.span
@@ -209,10 +209,10 @@ class SpannedBlock(RoutedBlock):
         span_pass = span.enter(x, state)
         if span_pass is None:
             # No pass reached the block, as where it is called by itself.
-            self._check_alone(span)
+            self._mod_check_alone(span)
         return span_pass
 
-    def attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
+    def mod_attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
         """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
         state = self.mod_state
         call = state.call
@@ -223,7 +223,7 @@ class SpannedBlock(RoutedBlock):
         rows = span_pass.rows
         z = x
         if rows is None:
-            earlier = self._joined_before(span_pass, x.device)
+            earlier = self._mod_joined_before(span_pass, x.device)
             if earlier is not None:
                 rows = Rows(x, earlier)
                 z = rows.z
@@ -233,7 +233,7 @@ class SpannedBlock(RoutedBlock):
         if state.observes:
             queries_BN = call.masks(arguments, z).queries_BN
             attend = partial(halves.attend, self, z, arguments)
-            y, span_pass.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
+            y, span_pass.score_BN = self.mod_observe(attend, z, queries_BN, self.router.config.importance)
         else:
             y = halves.attend(self, z, arguments)
         # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
@@ -241,11 +241,11 @@ class SpannedBlock(RoutedBlock):
             return y
         return rows.write_back(y)
 
-    def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
+    def mod_gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
         """Decide as the span does; return its rows, or new ones where none were passed on, and their state."""
         state = self.mod_state
         if span_pass is None:
-            alone = state.execution.make_rows(self, x, arguments, self.decide(x, arguments))
+            alone = state.execution.make_rows(self, x, arguments, self.mod_decide(x, arguments))
             return alone, alone.z
         rows = span_pass.rows
         routing = None
@@ -260,9 +260,9 @@ class SpannedBlock(RoutedBlock):
                 rows = span_pass.rows = None
         if routing is None:
             tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
-            routing = self._decide(x, span_pass, tokens)
+            routing = self._mod_decide(x, span_pass, tokens)
         if self.training or state.records.value.traced:
-            self.note(routing, x)
+            self.mod_note(routing, x)
         if rows is None:
             rows = state.execution.make_rows(self, x, arguments, routing)
             z = rows.z
@@ -270,7 +270,7 @@ class SpannedBlock(RoutedBlock):
             z = rows.follow(x, routing)
         return rows, z
 
-    def leave(self, y: Tensor, rows: Rows, span_pass: SpanPass | None) -> Tensor:
+    def mod_leave(self, y: Tensor, rows: Rows, span_pass: SpanPass | None) -> Tensor:
         """Return all tokens after the block, or the rows alone if the next block takes them."""
         state = self.mod_state
         if span_pass is None:
@@ -292,7 +292,7 @@ class SpannedBlock(RoutedBlock):
         span_pass.busy = False
         return y
 
-    def _check_alone(self, span: Span) -> None:
+    def _mod_check_alone(self, span: Span) -> None:
         """Raise a ValueError if a block that no pass has reached cannot decide alone."""
         score = self.router.config.router
         if span.scored_by_first and not score.learns and not score.same_everywhere:
@@ -301,7 +301,7 @@ class SpannedBlock(RoutedBlock):
                 f"input comes from no pass through that block: run the whole model, or begin at {span.names[0]}"
             )
 
-    def _decide(self, x_BND: Tensor, span_pass: SpanPass, tokens: TokenMasks | TokenGroups) -> Routing:
+    def _mod_decide(self, x_BND: Tensor, span_pass: SpanPass, tokens: TokenMasks | TokenGroups) -> Routing:
         """Return the block's decision: one that the span knows, one among the tokens kept before, or the router's.
 
         Args:
@@ -312,11 +312,11 @@ class SpannedBlock(RoutedBlock):
         assert span is not None
         routing = None
         if span_pass.decisions:
-            self._check_recomputed(span_pass)
-            if self._reuses():
-                routing = self._known(x_BND, span_pass, tokens)
+            self._mod_check_recomputed(span_pass)
+            if self._mod_reuses():
+                routing = self._mod_known(x_BND, span_pass, tokens)
         if routing is None:
-            scored = self.normed(x_BND) if state.execution.scores_norm else x_BND
+            scored = self.mod_normed(x_BND) if state.execution.scores_norm else x_BND
             routing = self.router(scored, span_pass.score_BN, tokens)
         # What no later block reads is not kept, which would keep its tensors alive.
         if state.ends:
@@ -325,11 +325,11 @@ class SpannedBlock(RoutedBlock):
             span_pass.score_BN = routing.score_BN
             learns = self.router.config.router.learns
             span_pass.trains = learns and any(weight.requires_grad for weight in self.router.parameters())
-        if self._reuses():
+        if self._mod_reuses():
             span_pass.decisions[state.position] = routing
         return routing
 
-    def _reuses(self) -> bool:
+    def _mod_reuses(self) -> bool:
         """Return whether blocks of the span take each other's decisions."""
         router = self.router
         config = router.config
@@ -339,7 +339,7 @@ class SpannedBlock(RoutedBlock):
             return False
         return config.router.shared
 
-    def _check_recomputed(self, span_pass: SpanPass) -> None:
+    def _mod_check_recomputed(self, span_pass: SpanPass) -> None:
         """Raise a RuntimeError if a checkpoint that recomputes the block has lost the gradient of a shared score."""
         lost = span_pass.score_BN is None or not span_pass.score_BN.requires_grad
         if lost and span_pass.trains and recomputing():
@@ -348,7 +348,7 @@ class SpannedBlock(RoutedBlock):
                 "use_reentrant=False, or set router.shared=False"
             )
 
-    def _known(self, x_BND: Tensor, span_pass: SpanPass, tokens: TokenMasks | TokenGroups) -> Routing | None:
+    def _mod_known(self, x_BND: Tensor, span_pass: SpanPass, tokens: TokenMasks | TokenGroups) -> Routing | None:
         """Return a decision by the same rule on the same tokens, or one among the tokens kept before; else None."""
         device = x_BND.device
         rule = self.router.rule
@@ -361,7 +361,7 @@ class SpannedBlock(RoutedBlock):
                 return made.to(device)
             if made.kept.index_BK.device == device and all(a is b for a, b in zip(made.tokens, tokens)):
                 return made
-        earlier = self._joined_before(span_pass, device) if rule.config.joins else None
+        earlier = self._mod_joined_before(span_pass, device) if rule.config.joins else None
         if earlier is None:
             return None
         # Scores that are shared where tokens join never learn.
@@ -370,7 +370,7 @@ class SpannedBlock(RoutedBlock):
             narrowed: Routing = self.router(rows_BKD, None, tokens, earlier)
         return narrowed
 
-    def _joined_before(self, span_pass: SpanPass, device: torch.device) -> Routing | None:
+    def _mod_joined_before(self, span_pass: SpanPass, device: torch.device) -> Routing | None:
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
         # A block in between may have been removed from the model.
         for number in range(self.mod_state.position - 1, -1, -1):

@@ -43,7 +43,7 @@ class FusedNorm(Mixin):
     """Mixin of a block's first norm, for rows that were normalised in the kernel that gathered them."""
 
     mod_state: PerThread[Inner]
-    optional = True
+    mod_optional = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of rows (B, K, D)."""

@@ -240,13 +240,13 @@ class FlatBlock(InterceptedBlock):
         if self.mod_state.inner.value.expects_batch or (window_BK is not None and window_BK.is_meta):
             bias = bias if window_BK is None else _within_windows(bias, window_BK, x.dtype)
         elif call.boundaries and (bias is not None or window_BK is not None):
-            return self._run_filled(x, args, kwargs, bias, window_BK)
+            return self._mod_run_filled(x, args, kwargs, bias, window_BK)
         split = attend_by_image(len(differ[0]) if differ else len(x), bias)
         z, arguments = as_one_sequence(call, x, kwargs)
         y: Tensor = run_inside(self, split, super().forward, (z, *args), arguments)
         return y.view_as(x)
 
-    def _run_filled(
+    def _mod_run_filled(
         self,
         x_BKD: Tensor,
         args: tuple[Any, ...],
@@ -294,10 +294,10 @@ class SegmentsBlock(Mixin):
         arguments = name_arguments(self.mod_state.call.names, args, kwargs)
         if torch.compiler.is_compiling():
             # The graph ends where lengths are read: before the block, not in the midst of its attention.
-            return torch.compiler.disable(self._run)(x, arguments)
-        return self._run(x, arguments)
+            return torch.compiler.disable(self._mod_run)(x, arguments)
+        return self._mod_run(x, arguments)
 
-    def _run(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
+    def _mod_run(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
         call: CallForm = self.mod_state.call
         boundaries = arguments.pop(call.boundaries)
         segments = read_segments(boundaries)
@@ -320,17 +320,17 @@ class SegmentsBlock(Mixin):
             z = x
         else:
             z = segments.split(x.flatten(0, -2))
-            self._follow(x, z)
+            self._mod_follow(x, z)
         y: Tensor = super().forward(z, **arguments)
-        self._follow(z, x)
+        self._mod_follow(z, x)
         if y.shape[1] < segments.longest:
             return y
         joined = segments.join(y)
         joined = joined if call.layout == "bare" else joined.unsqueeze(0)
-        self._follow(y, joined)
+        self._mod_follow(y, joined)
         return joined
 
-    def _follow(self, x: Tensor, y: Tensor) -> None:
+    def _mod_follow(self, x: Tensor, y: Tensor) -> None:
         """Let a tensor belong to the pass of another one."""
         # A module that a method puts in the place of blocks is in none.
         span = getattr(self.mod_state, "span", None)

@@ -126,9 +126,9 @@ class ChannelBlock(Deciding):
 
     selector: nn.Sequential
     mod_state: ChannelState
-    added_modules = ("selector",)
+    mod_added_modules = ("selector",)
 
-    def scorers(self) -> dict[str, nn.Module]:
+    def mod_scorers(self) -> dict[str, nn.Module]:
         """Return the selector."""
         return {"selector": self.selector}
 
@@ -136,14 +136,14 @@ class ChannelBlock(Deciding):
         """Return all channels after the block (B, C, H, W)."""
         config = self.mod_state.config
         if self.training:
-            self.tell_of_frozen()
+            self.mod_tell_of_frozen()
         logit_BC = self.selector(x_BCHW.mean(dim=(2, 3)))
         # fp32 under autocast too, so that the choice does not depend on it.
         logit_BC = logit_BC.to(torch.promote_types(logit_BC.dtype, torch.float32))
         flat = x_BCHW.flatten(2)
-        index_BK, gate_BK = self._choose(flat, logit_BC)
-        if self.record.traced:
-            self.record.keep("", Routing(Kept(index_BK), logit_BC, gate_BK))
+        index_BK, gate_BK = self._mod_choose(flat, logit_BC)
+        if self.mod_record.traced:
+            self.mod_record.keep("", Routing(Kept(index_BK), logit_BC, gate_BK))
         z = gather_rows(flat, index_BK).unflatten(2, x_BCHW.shape[2:])
         y = super().forward(z)
         # The narrow block added its shortcut already.
@@ -153,7 +153,7 @@ class ChannelBlock(Deciding):
         count = index_BK.shape[1]
         return torch.cat([x_BCHW[:, :count] + added, x_BCHW[:, count:]], dim=1)
 
-    def _choose(self, flat: Tensor, logit_BC: Tensor) -> tuple[Tensor, Tensor]:
+    def _mod_choose(self, flat: Tensor, logit_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the channels that run, ascending, and their scores (B, K)."""
         config = self.mod_state.config
         rank_BC = logit_BC

@@ -29,7 +29,7 @@ def check_texts(kind: str, fills: bool, module: Any, arguments: Arguments) -> No
     """
     choosing = [child for child in modules_of(module, kind) if isinstance(child, Deciding)]
     # Layers may have been removed since the method was applied.
-    if not choosing or not choosing[0].chooses_together(module.training):
+    if not choosing or not choosing[0].mod_chooses_together(module.training):
         return
     cache = cache_of(arguments)
     past = 0 if cache is None else int(cache.get_seq_length())

@@ -214,9 +214,9 @@ class ExpertMlp(Choosing):
     others: nn.ModuleList
     predictors: nn.ModuleList
     mod_state: ExpertState
-    added_modules = ("router", "others", "predictors")
+    mod_added_modules = ("router", "others", "predictors")
 
-    def scorers(self) -> dict[str, nn.Module]:
+    def mod_scorers(self) -> dict[str, nn.Module]:
         """Return the router and the predictors; the experts begin as copies."""
         return {"router": self.router, **numbered(self, "predictors")}
 
@@ -225,10 +225,10 @@ class ExpertMlp(Choosing):
         config = self.mod_state.config
         logit_BNJ = self.router(x_BND)
         prob_BNJ = logit_BNJ.softmax(dim=-1)
-        valid_BN = self._take_valid(x_BND)
+        valid_BN = self._mod_take_valid(x_BND)
         # In training too: there they learn to predict the choice that experts make together.
-        logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
-        if x_BND.is_meta or self.chooses_together(self.training):
+        logit_EBN = self._mod_alone(x_BND, logit_BNJ) if config.two_ways else None
+        if x_BND.is_meta or self.mod_chooses_together(self.training):
             slots = config.slots_of(x_BND.shape[1])
             slots_B = None if valid_BN is None else config.slots_among(valid_BN.sum(dim=1))
             rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize, valid_BN, slots_B)
@@ -237,17 +237,17 @@ class ExpertMlp(Choosing):
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
             # No limit of slots: a token is decided by itself, so that text can be generated.
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)
-        record = self.record
+        record = self.mod_record
         if record.traced:
-            for place, decision in zip(self.places(), expert_decisions(rows, prob_BNJ, logit_EBN)):
+            for place, decision in zip(self.mod_places(), expert_decisions(rows, prob_BNJ, logit_EBN)):
                 record.keep(place, decision)
         if self.training:
-            self.tell_of_frozen()
-            if self.has_loss:
-                self.keep_loss([self._loss(prob_BNJ, logit_EBN, rows, valid_BN)], x_BND, logit_BNJ)
-        return self._compute(x_BND, rows)
+            self.mod_tell_of_frozen()
+            if self.mod_has_loss:
+                self.mod_keep_loss([self._mod_loss(prob_BNJ, logit_EBN, rows, valid_BN)], x_BND, logit_BNJ)
+        return self._mod_compute(x_BND, rows)
 
-    def fill(self, device: torch.device) -> None:
+    def mod_fill(self, device: torch.device) -> None:
         """Make the other experts copies of the first one again, which has the dense weights."""
         weights = self.state_dict()
         for other in self.others:
@@ -255,19 +255,19 @@ class ExpertMlp(Choosing):
             # Another file may bring the weights of the first one.
             if not any(weight.is_meta for weight in first.values()):
                 other.to_empty(device=device).load_state_dict(first)
-        self.emptied = False
+        self.mod_emptied = False
 
-    def places(self) -> tuple[str, ...]:
+    def mod_places(self) -> tuple[str, ...]:
         """Return the names of the experts, which decide separately."""
         return tuple(f"expert{number + 1}" for number in range(self.mod_state.config.experts))
 
-    def _alone(self, x_BND: Tensor, logit_BNJ: Tensor) -> Tensor:
+    def _mod_alone(self, x_BND: Tensor, logit_BNJ: Tensor) -> Tensor:
         """Return the logits of the experts' independent decisions (E, B, N)."""
         if self.mod_state.config.choice == "score":
             return logit_BNJ[..., : self.mod_state.config.experts].permute(2, 0, 1)
         return torch.stack([predictor(x_BND) for predictor in self.predictors])
 
-    def _compute(self, x_BND: Tensor, rows: ExpertRows) -> Tensor:
+    def _mod_compute(self, x_BND: Tensor, rows: ExpertRows) -> Tensor:
         flat = x_BND.reshape(-1, x_BND.shape[-1])
         inputs = flat.index_select(0, rows.row_T).unsqueeze(0).split(rows.counts, dim=1)
         # In training, experts without tokens run too, so that all weights get a gradient.
@@ -281,9 +281,9 @@ class ExpertMlp(Choosing):
         y = y * rows.gate_T.unsqueeze(1).to(y.dtype)
         return y.new_zeros(flat.shape[0], y.shape[1]).index_add(0, rows.row_T, y).view(*x_BND.shape[:2], -1)
 
-    def _take_valid(self, x_BND: Tensor) -> Tensor | None:
+    def _mod_take_valid(self, x_BND: Tensor) -> Tensor | None:
         """Return which tokens others may see (B, N); None for all."""
-        record: Any = self.record
+        record: Any = self.mod_record
         if record.valid_BN is None:
             return None
         # Read once: the mask must not serve another call of the MLP.
@@ -291,7 +291,9 @@ class ExpertMlp(Choosing):
         record.valid_BN = None
         return valid_BN.expand(x_BND.shape[0], -1)
 
-    def _loss(self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows, valid_BN: Tensor | None) -> Tensor:
+    def _mod_loss(
+        self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows, valid_BN: Tensor | None
+    ) -> Tensor:
         config = self.mod_state.config
         if config.choice == "tokens":
             counted = prob_BNJ if valid_BN is None else prob_BNJ[valid_BN].unsqueeze(0)

@@ -81,15 +81,15 @@ class Choosing(Added, Deciding):
     """Mixin of a module in which a `Mixture`, the `config` of its state, assigns tokens to experts or recursions."""
 
     @property
-    def has_loss(self) -> bool:
+    def mod_has_loss(self) -> bool:
         """Whether the method has a loss."""
         return bool(self.mod_state.config.has_loss)
 
-    def chooses_together(self, training: bool) -> bool:
+    def mod_chooses_together(self, training: bool) -> bool:
         """Return whether the choice of a token depends on other tokens."""
-        return bool(self.mod_state.config.chooses_together(training or self.record.together))
+        return bool(self.mod_state.config.chooses_together(training or self.mod_record.together))
 
-    def decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+    def mod_decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens have a logit of at least 0 (B, N), by expert or recursion, if evaluation decides so."""
         config: Mixture = self.mod_state.config
         alone: dict[str, Tensor] = {}

@@ -258,18 +258,18 @@ class Cycle(Choosing):
             scores = [LinearScore(stack.dim, normalize=False, init_std=0.02, **like) for _ in range(config.recursions)]
             self.routers = nn.ModuleList(scores)
         if config.choice == "predictor":
-            self.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in self.places())
+            self.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in self.mod_places())
 
-    def places(self) -> tuple[str, ...]:
+    def mod_places(self) -> tuple[str, ...]:
         """Return the names of the recursions that choose; the first one runs on all tokens."""
         return tuple(f"recursion{number + 1}" for number in range(1, self.mod_state.config.recursions))
 
-    def scorers(self) -> dict[str, nn.Module]:
+    def mod_scorers(self) -> dict[str, nn.Module]:
         """Return the routers and the predictors of the recursions."""
         return {**numbered(self, "routers"), **numbered(self, "predictors")}
 
     @property
-    def dense_blocks(self) -> int:
+    def mod_dense_blocks(self) -> int:
         """Number of dense blocks that the cycle replaces."""
         return len(self.shared) + len(self.mod_state.removed)
 
@@ -285,7 +285,7 @@ class Cycle(Choosing):
     def forward(self, x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return all tokens after their recursions (B, N, D)."""
         config = self.mod_state.config
-        record = self.record
+        record = self.mod_record
         read = () if self.mod_state.read_blocks is None else self.mod_state.read_blocks()
         if read is None or len(read):
             raise ValueError(
@@ -294,10 +294,10 @@ class Cycle(Choosing):
             )
         arguments = self.mod_state.call.bind(args, kwargs)
         valid_BN = self.mod_state.runs[0].valid(arguments, x_BND)
-        learns = self.training and self.has_loss
+        learns = self.training and self.mod_has_loss
         losses: list[Tensor] = []
         if self.training:
-            self.tell_of_frozen()
+            self.mod_tell_of_frozen()
         first_BND = x_BND
         # Keys and values of all tokens for every shared block, filled by the first recursion.
         cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.shared]
@@ -324,12 +324,12 @@ class Cycle(Choosing):
             if y.shape[1]:
                 x_BND = self._leave(x_BND, z, y, first_BND, depths, routing, recursion)
         if losses:
-            self.keep_loss(losses, first_BND, losses[0])
+            self.mod_keep_loss(losses, first_BND, losses[0])
         return x_BND
 
     def _alone(self, x_BND: Tensor) -> bool:
         """Return whether tokens are decided independently; FLOPs, counted on meta, are those of training."""
-        return self.mod_state.config.two_ways and not (x_BND.is_meta or self.chooses_together(self.training))
+        return self.mod_state.config.two_ways and not (x_BND.is_meta or self.mod_chooses_together(self.training))
 
     def _run(
         self,

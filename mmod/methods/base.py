@@ -140,7 +140,7 @@ class Method(Checked, ABC, group="method"):
                 module.mod_method = self
                 module.mod_told = told
                 if isinstance(module, Deciding):
-                    module.remember_drawn()
+                    module.mod_remember_drawn()
         for stack in stacks:
             remember(model, stack)
             if stack.windows is not None:
@@ -208,7 +208,7 @@ class Method(Checked, ABC, group="method"):
     @contextmanager
     def deciding_together(self, model: nn.Module) -> Iterator[None]:
         """Context in which a changed model decides in evaluation as in training."""
-        records = [module.record for module in model.modules() if isinstance(module, Deciding)]
+        records = [module.mod_record for module in model.modules() if isinstance(module, Deciding)]
         before = [record.together for record in records]
         for record in records:
             record.together = True
@@ -255,27 +255,27 @@ class TrainingOnly(Mixin):
         mod_training: The methods, in order.
     """
 
-    keeps_name = True
-    stacks = True
-    of_method = False
-    state_name = "mod_training"
+    mod_keeps_name = True
+    mod_stacks = True
+    mod_of_method = False
+    mod_state_name = "mod_training"
     mod_training: tuple[Method, ...]
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode of all modules, and put the methods in place or take them off."""
         super().train(mode)
-        self.follow_mode()
+        self.mod_follow_mode()
         return self
 
-    def follow_mode(self) -> None:
+    def mod_follow_mode(self) -> None:
         """Put the methods in place in training mode, and take them off in evaluation mode, unless they are already."""
         if not self.training:
-            self.take_off()
+            self.mod_take_off()
         elif not _in_training(self):
             for method in self.mod_training:
                 method.put_(self)
 
-    def take_off(self) -> None:
+    def mod_take_off(self) -> None:
         """Take the methods off, unless they are; capacities that were set since are kept for the next time."""
         present = _in_training(self)
         if present:
@@ -291,7 +291,7 @@ def _in_training(model: nn.Module) -> tuple[Method, ...]:
 def _is_free(module: nn.Module) -> bool:
     """Return whether no method changes a module itself, which may belong to a model with methods for training alone."""
     mixins = mixins_of(module)
-    return bool(mixins) and not any(mixin.of_method for mixin in mixins)
+    return bool(mixins) and not any(mixin.mod_of_method for mixin in mixins)
 
 
 def _apply_in_training(model: Model, method: Method) -> Model:
@@ -311,7 +311,7 @@ def _apply_in_training(model: Model, method: Method) -> Model:
         if not changed.mod_training:
             remove(model, TrainingOnly)
         elif not model.training:
-            changed.follow_mode()
+            changed.mod_follow_mode()
     return model
 
 
@@ -329,7 +329,7 @@ def as_evaluated(model: nn.Module) -> Iterator[None]:
 
 def _release(model: TrainingOnly) -> tuple[Method, ...]:
     """Take methods for training alone off a model for good, and return them."""
-    model.take_off()
+    model.mod_take_off()
     methods = model.mod_training
     remove(model, TrainingOnly)
     _record(model, own_methods(model))

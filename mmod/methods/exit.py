@@ -111,11 +111,11 @@ class ExitHead(Added):
         """Copy one of the model's modules."""
         self.add_module(_inside(name), copy.deepcopy(self.__dict__["model"].get_submodule(name)))
 
-    def fill(self, device: torch.device) -> None:
+    def mod_fill(self, device: torch.device) -> None:
         """Copy the model's modules again."""
         for name in self.__dict__["head_of_model"].behind:
             self.copy_module(name)
-        self.emptied = False
+        self.mod_emptied = False
 
     def forward(self, x_BND: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what the model returns for the tokens after a block.
@@ -220,10 +220,10 @@ class ExitBlock(Deciding, ConvertedBlock):
     mod_state: BlockState
     mod_method: Exit
     exit: ExitHead
-    added_modules = ("exit",)
+    mod_added_modules = ("exit",)
 
     @property
-    def cost_follows_data(self) -> bool:
+    def mod_cost_follows_data(self) -> bool:
         """The cost depends on the data: images that exited cost nothing."""
         return True
 
@@ -235,10 +235,10 @@ class ExitBlock(Deciding, ConvertedBlock):
         call = state.span.calls.value.running
         if not isinstance(call, ExitCall):
             # Outside a call of the model no image exits.
-            self._trace(x, x.shape[0], None)
+            self._mod_trace(x, x.shape[0], None)
             return super().forward(x, *args, **kwargs) if x.shape[0] else x
         call.enter(x, state.number)
-        self._trace(x, call.total, call.index_B)
+        self._mod_trace(x, call.total, call.index_B)
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
@@ -253,22 +253,22 @@ class ExitBlock(Deciding, ConvertedBlock):
             # On meta, FLOPs are counted as if no image exited.
             self.exit(y, *call.inputs)
         elif "exit" in self._modules and y.shape[0]:
-            y = self._leave(y, call)
+            y = self._mod_leave(y, call)
         return y
 
-    def _trace(self, x_BND: Tensor, total: int, index_B: Tensor | None) -> None:
+    def _mod_trace(self, x_BND: Tensor, total: int, index_B: Tensor | None) -> None:
         """Record which images the block runs on, if a trace asks for it."""
-        if not self.record.traced:
+        if not self.mod_record.traced:
             return
         runs_B1 = torch.zeros(total, 1, dtype=torch.bool, device=x_BND.device)
         runs_B1[slice(None) if index_B is None else index_B] = True
         # A decision about images, each of which is one token here.
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
-        self.record.keep("", Routing(kept, runs_B1.float()))
+        self.mod_record.keep("", Routing(kept, runs_B1.float()))
 
     # The number of remaining images depends on the data, so this cannot be compiled.
     @torch.compiler.disable
-    def _leave(self, y_BND: Tensor, call: ExitCall) -> Tensor:
+    def _mod_leave(self, y_BND: Tensor, call: ExitCall) -> Tensor:
         """Store the answers for the images that exit, and return the tokens of the others."""
         if call.index_B is None:
             call.index_B = torch.arange(y_BND.shape[0], device=y_BND.device)
@@ -304,21 +304,23 @@ def _with_rows(whole: Tensor, index_B: Tensor, part: Tensor) -> Tensor:
 class ExitModel(BlockOwner):
     """Mixin of a model with exits: gathers what they return in a call of it."""
 
-    optional = False
-    running = ("forward",)
+    mod_optional = False
+    mod_running = ("forward",)
 
     @classmethod
-    def complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
+    def mod_complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
         """Let the exits of a timm model have its classes."""
-        super().complete(converted, host)
+        super().mod_complete(converted, host)
         if hasattr(host, "reset_classifier"):
             converted.reset_classifier = _as_reset(converted, host.reset_classifier)  # type: ignore[attr-defined]
 
-    def new_call(self, name: str, outer: StackCall) -> StackCall:
+    def mod_new_call(self, name: str, outer: StackCall) -> StackCall:
         """Return a call in which images exit."""
         return ExitCall(outer)
 
-    def run_in_call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def mod_run_in_call(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Return the model's output for all images, each from the exit that it took.
 
         Labels are kept from the model; its loss is computed here, from the logits of all images.
@@ -336,7 +338,7 @@ class ExitModel(BlockOwner):
             call.inputs = (args, kwargs)
             return call.gather(run(*args, **kwargs))
 
-        output = super().run_in_call(name, run_and_gather, args, kwargs)
+        output = super().mod_run_in_call(name, run_and_gather, args, kwargs)
         return output if labels is None else _with_loss(self, output, labels)
 
 

@@ -249,8 +249,8 @@ def _unfit_with(
     block: nn.Module, config: RoutingConfig, call: BlockCall, others: Sequence[Mixin]
 ) -> tuple[str, str] | None:
     """Return an option that does not fit the modules of other methods in a block, and why; None for none."""
-    in_evaluation = any(module.chooses_together(False) for module in others)
-    together = in_evaluation or any(module.chooses_together(True) for module in others)
+    in_evaluation = any(module.mod_chooses_together(False) for module in others)
+    together = in_evaluation or any(module.mod_chooses_together(True) for module in others)
     mlp_changed = block.get_submodule(call.operators["mlp"]) in others
     kinds = ", ".join(dict.fromkeys(repr(module.mod_method.kind) for module in others if module.mod_method is not None))
     branch = call.operators.get(str(config.operator))

@@ -71,7 +71,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
 
     mod_state: ReducedState
 
-    def places(self) -> tuple[str, ...]:
+    def mod_places(self) -> tuple[str, ...]:
         """Return one name if the block reduces tokens, else none."""
         return () if self.mod_state.reduction is None else ("",)
 
@@ -89,22 +89,22 @@ class ReducedBlock(Deciding, ConvertedBlock):
         z = rows.gather(x)
         bound = state.call.bind(args, kwargs)
         if state.reduction is None:
-            y = self.run_host(z, **self._narrowed(bound, rows))
+            y = self.mod_run_host(z, **self._mod_narrowed(bound, rows))
         else:
-            y = self._reduce(z, bound, span_pass, rows)
+            y = self._mod_reduce(z, bound, span_pass, rows)
         span_pass.busy = False
-        if self._passes_on(span_pass):
+        if self._mod_passes_on(span_pass):
             return y
         return state.span.leave(rows.restore(y), span_pass, state)
 
-    def _passes_on(self, span_pass: SpanPass) -> bool:
+    def _mod_passes_on(self, span_pass: SpanPass) -> bool:
         """Return whether what follows takes the remaining tokens alone."""
         state = self.mod_state
         if state.ends:
             return span_pass.ends_for_head
         return span_pass.uninterrupted and state.number not in span_pass.read_blocks
 
-    def _narrowed(self, arguments: dict[str, Any], rows: Remaining) -> dict[str, Any]:
+    def _mod_narrowed(self, arguments: dict[str, Any], rows: Remaining) -> dict[str, Any]:
         """Return the block's arguments for the remaining tokens."""
         call = self.mod_state.call
         known = {*call.rows, *call.images, *call.shared, call.index_argument}
@@ -122,26 +122,26 @@ class ReducedBlock(Deciding, ConvertedBlock):
         bias = None if rows.size_BK is None else rows.size_BK.log()[:, None, None, :]
         return call.with_mask(arguments, bias)
 
-    def _reduce(self, x: Tensor, bound: dict[str, Any], span_pass: SpanPass, rows: Remaining) -> Tensor:
+    def _mod_reduce(self, x: Tensor, bound: dict[str, Any], span_pass: SpanPass, rows: Remaining) -> Tensor:
         """Return the remaining tokens after the block."""
         state = self.mod_state
         call = state.call
         assert state.reduction is not None
         assert call.halves is not None
-        arguments = self._narrowed(bound, rows)
+        arguments = self._mod_narrowed(bound, rows)
         watch = state.reduction.watch()
-        x = self.run_observed(partial(call.halves.attend, self, x, arguments), watch)
+        x = self.mod_run_observed(partial(call.halves.attend, self, x, arguments), watch)
         step = state.reduction.reduce(x, rows.size_BK, watch)
         if step is not None:
             x = rows.take(step, x)
-        if self.record.traced:
-            self._trace(rows, span_pass.shape, x.device)
+        if self.mod_record.traced:
+            self._mod_trace(rows, span_pass.shape, x.device)
         if call.halves.fed:
             # From the block's own arguments again, because fewer rows go on to the MLP.
-            arguments = self._narrowed(bound, rows)
+            arguments = self._mod_narrowed(bound, rows)
         return call.halves.feed(self, x, arguments)
 
-    def _trace(self, rows: Remaining, shape: tuple[int, ...], device: torch.device) -> None:
+    def _mod_trace(self, rows: Remaining, shape: tuple[int, ...], device: torch.device) -> None:
         """Record the remaining ones of input tokens (B, N), and their group sizes."""
         score_BN = torch.zeros(shape, device=device)
         token_BK = rows.token_BK
@@ -149,7 +149,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
             token_BK = torch.arange(shape[1], device=device).expand(shape)
         index_BK, order_BK = token_BK.sort(dim=1)
         size_BK = None if rows.size_BK is None else rows.size_BK.gather(1, order_BK)
-        self.record.keep("", Routing(Kept(index_BK), score_BN, joined=Joined(size_BK=size_BK)))
+        self.mod_record.keep("", Routing(Kept(index_BK), score_BN, joined=Joined(size_BK=size_BK)))
 
 
 class ReducedModel(BlockOwner):
@@ -157,15 +157,15 @@ class ReducedModel(BlockOwner):
 
     mod_method: Reducing
 
-    def new_call(self, name: str, outer: StackCall) -> StackCall:
+    def mod_new_call(self, name: str, outer: StackCall) -> StackCall:
         """Return a call in which the head reads the remaining tokens, or the grid."""
-        call = super().new_call(name, outer)
+        call = super().mod_new_call(name, outer)
         reads = head_reads(self) if name == "forward" else ""
         if reads not in self.mod_method.heads:
             return call
         if reads == "patches":
             # A hook on a block sees the grid; what is pooled does not depend on it.
-            call.ends_for_head = self.runs_in_order()
+            call.ends_for_head = self.mod_runs_in_order()
         else:
             call.ends_for_head = call.uninterrupted and not _tokens_are_read(self, "norm")
         return call

@@ -170,7 +170,6 @@ class ResizingPatches(Mixin):
     """
 
     mod_state: TargetSize
-    replaces = ("dynamic_feat_size",)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the patches of the resized images."""

@@ -60,15 +60,15 @@ def fill_added(module: nn.Module, incompatible: Any) -> None:
         return
     lacking: dict[str, Added] = {}
     for name, inner in module.named_modules():
-        if not isinstance(inner, Added) or not inner.lacks_values():
+        if not isinstance(inner, Added) or not inner.mod_lacks_values():
             continue
         if any(f"{name}." in key for key in incompatible.missing_keys):
             lacking[name] = inner
         else:
-            inner.emptied = False
+            inner.mod_emptied = False
     for inner in lacking.values():
-        inner.fill(device)
-    unfilled = [name for name, inner in lacking.items() if inner.lacks_values()]
+        inner.mod_fill(device)
+    unfilled = [name for name, inner in lacking.items() if inner.mod_lacks_values()]
     # Without weights that have no place, another file may bring those that are missing.
     if unfilled and incompatible.unexpected_keys:
         raise ValueError(

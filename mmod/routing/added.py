@@ -13,28 +13,28 @@ class Added(nn.Module):
     """A module with weights that a method adds, and that a dense checkpoint lacks.
 
     Attributes:
-        emptied: The weights left the meta device and got memory, but no values.
+        mod_emptied: The weights left the meta device and got memory, but no values.
     """
 
-    emptied: bool = False
+    mod_emptied: bool = False
 
-    def lacks_values(self) -> bool:
+    def mod_lacks_values(self) -> bool:
         """Return whether some weights have no values."""
-        return self.emptied or any(weight.is_meta for weight in self.parameters())
+        return self.mod_emptied or any(weight.is_meta for weight in self.parameters())
 
-    def fill(self, device: torch.device) -> None:
+    def mod_fill(self, device: torch.device) -> None:
         """Give the weights their initial values, after a dense checkpoint was loaded; by default they get none."""
 
-    def leave_meta(self) -> None:
+    def mod_leave_meta(self) -> None:
         """Record that the weights left the meta device and have no values yet."""
-        self.emptied = True
+        self.mod_emptied = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Added:
         """Apply a function to the weights, as `to_empty` does."""
         was_meta = any(weight.is_meta for weight in self.parameters())
         super()._apply(fn, recurse)
         if was_meta and not any(weight.is_meta for weight in self.parameters()):
-            self.leave_meta()
+            self.mod_leave_meta()
         return self
 
 
@@ -57,11 +57,11 @@ class Drawn(Added):
         """Fill the weights."""
         raise NotImplementedError
 
-    def fill(self, device: torch.device) -> None:
+    def mod_fill(self, device: torch.device) -> None:
         """Draw the weights."""
         self.to_empty(device=device)
 
-    def leave_meta(self) -> None:
+    def mod_leave_meta(self) -> None:
         """Draw the weights."""
         self.reset_parameters()
 

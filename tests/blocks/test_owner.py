@@ -63,7 +63,7 @@ def test_an_owner_is_what_its_host_made(name: str) -> None:
     assert isinstance(owner, BlockOwner)
     assert isinstance(owner, type(before))
     assert type(owner).__name__ == type(before).__name__
-    for method in BlockOwner.running:
+    for method in BlockOwner.mod_running:
         if hasattr(before, method):
             assert inspect.signature(getattr(owner, method)) == inspect.signature(getattr(before, method))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

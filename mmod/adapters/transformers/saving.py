@@ -72,8 +72,7 @@ class DescribedModel(Mixin):
     Its `mod_state` holds the methods that changed the model, in order.
     """
 
-    keeps_name = True
-    replaces = ("_init_weights", "_no_split_modules", "generate", "init_continuous_batching", "save_pretrained")
+    mod_keeps_name = True
     config: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +194,7 @@ def _check_depth(model: nn.Module) -> None:
             continue
         config = getattr(model.get_submodule(name.rpartition(".")[0]), "config", None)
         # A module that repeats layers stands for all that it replaces.
-        count = sum(layer.dense_blocks if isinstance(layer, Deciding) else 1 for layer in layers)
+        count = sum(layer.mod_dense_blocks if isinstance(layer, Deciding) else 1 for layer in layers)
         # A predictor behind an encoder, for one, has a field of its own.
         settings = {} if config is None else vars(config)
         fields = {key: value for key, value in settings.items() if key.endswith("num_hidden_layers")}
