@@ -96,10 +96,15 @@ def keep_best(
     if valid_BK is not None:
         # Fewer may be kept than there are slots where an image has padding.
         valid_BK = ascending_BN[:, :slots] < keep_BN.sum(dim=1, keepdim=True)
-    return routing._replace(
-        kept=routing.kept._replace(index_BK=index_BK, valid_BK=valid_BK, total=learned.kept.total, inverse_BN=None),
-        gate_BK=_weights(routing, index_BK, router),
+    # What the router's own sort tells of its tokens says nothing of these.
+    kept = routing.kept._replace(
+        index_BK=index_BK,
+        valid_BK=valid_BK,
+        total=learned.kept.total,
+        inverse_BN=None,
+        order_BN=None,
     )
+    return routing._replace(kept=kept, gate_BK=_weights(routing, index_BK, router))
 
 
 def _weights(routing: Routing, index_BK: Tensor, router: Router) -> Tensor | None:
