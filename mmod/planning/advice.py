@@ -83,7 +83,9 @@ class Advice:
     @property
     def metric(self) -> str:
         """What decides: "accuracy" or "right answers" where there are labels, else the agreement or cosine."""
-        return self._measure_name if self.accuracy is None else self._accuracy_name
+        if self.accuracy is None:
+            return self._measure_name
+        return self._accuracy_name
 
     @property
     def _accuracy_name(self) -> str:
@@ -127,7 +129,9 @@ class Advice:
         the best worse end of its interval.
         """
         recommendation = self.recommendations[0]
-        return recommendation.best if self.faster is None else recommendation.at_speed(self.faster)
+        if self.faster is None:
+            return recommendation.best
+        return recommendation.at_speed(self.faster)
 
     @property
     def undecided(self) -> tuple[AdviceRow, ...]:
@@ -171,32 +175,36 @@ class Advice:
         return slow if len(self.rows) > _LONG else []
 
     def _table_of(self, shown: Sequence[AdviceRow]) -> MarkdownTable:
-        in_percent = self.measure == AGREEMENT
+        score_form = ".1f" if self.measure == AGREEMENT else f".{COSINES}f"
         # All candidates are timed in the same passes.
         further = self.rows[0].speedups if self.rows else {}
         columns = {
             "recipe": ("recipe", ""),
             "speedup": ("speed-up", "[.2f"),
             **{f"speedup/{name}": (f"speed-up, {name}", "[.2f") for name in further},
-            "score": (self._measure_name, ".1f" if in_percent else f".{COSINES}f"),
+            "score": (self._measure_name, score_form),
             "accuracy": (f"{self._accuracy_name} to dense", "+.1f"),
             "flops": (self._flops_of, ".2f"),
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
-        recommendation = self.recommendations[0]
-        rows = [
-            {
-                **vars(row),
-                **{f"speedup/{name}": speedup for name, speedup in row.speedups.items()},
-                "recipe": f"{'*' if row.on_front else ' '} {row.label} {recommendation.mark(row)}".rstrip(),
-                "score": 100 * row.score if in_percent else row.score,
-                "accuracy": None if row.accuracy is None else 100 * row.accuracy,
-                "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
-            }
-            for row in shown
-        ]
-        return table_of(columns, rows)
+        return table_of(columns, [self._cells(row) for row in shown])
+
+    def _cells(self, row: AdviceRow) -> dict[str, object]:
+        """Return the values of a row of the table, accuracies in percent."""
+        star = "*" if row.on_front else " "
+        recipe = f"{star} {row.label} {self.recommendations[0].mark(row)}"
+        cells: dict[str, object] = {**vars(row), "recipe": recipe.rstrip()}
+        for name, speedup in row.speedups.items():
+            cells[f"speedup/{name}"] = speedup
+        if self.measure == AGREEMENT:
+            cells["score"] = 100 * row.score
+        if row.accuracy is not None:
+            cells["accuracy"] = 100 * row.accuracy
+        cells["cache"] = None
+        if row.cache is not None and self.cache is not None:
+            cells["cache"] = row.cache / self.cache
+        return cells
 
     def __str__(self) -> str:
         slow = self._too_slow
@@ -249,7 +257,9 @@ class Advice:
         if gradual and max(gradual) < NOISE:
             busy = ", on a machine that was not idle" if self.caution else ""
             too_small = [_GRADUAL_PAYS.format(ms=self.milliseconds, busy=busy)]
-        redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
+        redundancy = []
+        if self.redundancy is not None:
+            redundancy = [f"The images: {self.redundancy}."]
         front = []
         if any(row.on_front for row in self.rows):
             front = [f"Rows with * {ON_FRONT}"]
@@ -275,7 +285,9 @@ class Advice:
     def _to_be_faster(self) -> str:
         """What may reach a speed that nothing tried does; empty where everything is reached, or no more is known."""
         if self.faster is not None:
-            return "" if self.best else "Larger batches may be faster; without `faster`, more is tried."
+            if self.best:
+                return ""
+            return "Larger batches may be faster; without `faster`, more is tried."
         # A speed chooses among these series alone.
         shares = [row.flops for row in self.rows if row.series in FASTER and row.flops is not None]
         if self.samples != "images" or not shares:
@@ -329,7 +341,8 @@ class Advice:
         named = self.recommendations[0].named
         marks = [Mark("dense", "dense", cost=1.0, score=baseline, low=baseline, high=baseline)]
         for row in self.rows:
-            score = factor * (row.score if row.accuracy is None else row.accuracy)
+            compared = row.score if row.accuracy is None else row.accuracy
+            score = factor * compared
             # A schedule is named after its paper, as in "as FastV".
             series = row.series or row.name.removeprefix("as ").partition(" ")[0]
             figures = (row.speedup.median, score.value, score.low, score.high)
@@ -338,13 +351,16 @@ class Advice:
         axis = figure.subplots()
         fronts = Fronts([axis], [marks], faster=True)
         axis.axhline(factor * (lossless - self.tolerance), color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
-        title = f"{self._measure_name} with the dense model{', in %' if is_share else ''}"
+        title = f"{self._measure_name} with the dense model"
+        if is_share:
+            title += ", in %"
         if self.accuracy is not None:
             title = f"{self.metric} to dense, in points"
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)
         tidy(axis, "both")
         note = f"dotted: tolerance of {self.recommendations[0].limit}"
-        note = f"{note}; below the axis: {fronts.lost}" if fronts.lost else note
+        if fronts.lost:
+            note += f"; below the axis: {fronts.lost}"
         figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
         fronts.name(figure)
         save_figure(figure, path, overwrite, dpi=150)

@@ -63,8 +63,11 @@ class LayerRanks:
                 raise ValueError(f"no layer has a rank below {below}; the lowest is {min(self.ranks):.1f}")
         else:
             assert budget is not None
-            # Rounded before: an error of the last bit would route a layer more.
-            number = math.ceil(round(depth * (1 - budget) / (1 - capacity), 9)) if capacity < 1 else depth + 1
+            # Layers that keep all tokens save nothing, however many there are.
+            number = depth + 1
+            if capacity < 1:
+                # Rounded before: an error of the last bit would route a layer more.
+                number = math.ceil(round(depth * (1 - budget) / (1 - capacity), 9))
             if not 0 < number <= depth:
                 raise ValueError(
                     f"a mean capacity of {budget} is out of reach with layers that keep {capacity}: it must lie "
@@ -74,10 +77,9 @@ class LayerRanks:
         return RoutingConfig(blocks=tuple(sorted(chosen)), capacity=(capacity,) * len(chosen), depth=depth)
 
     def __str__(self) -> str:
-        rows = sorted(zip(self.names, self.ranks), key=lambda row: row[1])
-        table = markdown_table(
-            ["layer", "rank", "share"], [(name, f"{rank:.1f}", f"{rank / self.tokens:.3f}") for name, rank in rows]
-        )
+        ranked = sorted(zip(self.names, self.ranks), key=lambda row: row[1])
+        rows = [(name, f"{rank:.1f}", f"{rank / self.tokens:.3f}") for name, rank in ranked]
+        table = markdown_table(["layer", "rank", "share"], rows)
         tolerance = "fp32 epsilon times tokens" if self.tolerance is None else f"{self.tolerance:g}"
         return (
             f"{table}\n\nmean over heads and {self.samples} samples of {self.tokens:.1f} tokens on average; singular "
@@ -135,7 +137,10 @@ def attention_ranks(
         # One pass serves all layers.
         modes = [_Ranks(mask, tolerance) for _ in stack.blocks]
         with inside(list(zip(stack.blocks, modes))), torch.no_grad():
-            model(**batch) if isinstance(batch, Mapping) else model(batch)
+            if isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(batch)
         for number, mode in enumerate(modes):
             if not mode.ranks:
                 raise ValueError(f"{stack.names[number]} ran no attention over all tokens: use sdpa or eager attention")
@@ -162,7 +167,9 @@ class _Ranks(AttentionIntercept):
         key = call.key
         mask = call.attn_mask
         group = query.shape[1] // key.shape[1]
-        scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
+        scale = call.scale
+        if scale is None:
+            scale = 1 / math.sqrt(query.shape[-1])
 
         def attention_map(sample: int, head: int) -> Tensor:
             score = (query[sample, head].float() * scale) @ key[sample, head // group].float().T
@@ -171,7 +178,10 @@ class _Ranks(AttentionIntercept):
             if mask is not None:
                 # Hosts pass masks of booleans, or of numbers that are added.
                 pairs = mask.expand(len(query), query.shape[1], *score.shape)[sample, head]
-                score = score.masked_fill(~pairs, -torch.inf) if pairs.dtype == torch.bool else score + pairs
+                if pairs.dtype == torch.bool:
+                    score = score.masked_fill(~pairs, -torch.inf)
+                else:
+                    score = score + pairs
             return torch.softmax(score, dim=-1)
 
         self._take(query.shape[0], query.shape[1], attention_map)

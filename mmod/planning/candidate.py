@@ -56,7 +56,8 @@ class PlanOptions(Checked, group="plan"):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Other budgets than milliseconds are shares of the dense model's cost.
-        check_value("plan.budget", self.budget, float, "(0, inf)" if self.cost == "milliseconds" else "(0, 1)")
+        limit = "(0, inf)" if self.cost == "milliseconds" else "(0, 1)"
+        check_value("plan.budget", self.budget, float, limit)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ class Candidate:
         if self.methods:
             lines.append(f"methods: {json.dumps(self.methods)}")
         if self.routing is not None:
-            lines.append(f"routing: {json.dumps(self.routing if is_only else {part: self.routing})}")
+            routing = self.routing if is_only else {part: self.routing}
+            lines.append(f"routing: {json.dumps(routing)}")
         return "\n".join(lines)
 
     def code(self, part: str, is_only: bool) -> str:
@@ -161,10 +163,12 @@ class Candidate:
         for values in self.methods:
             fields = {name: value for name, value in values.items() if name != "kind"}
             method = METHODS[values["kind"]]
-            # `mmod.methods`, or the lab; a method of another package is named by its kind.
+            # A method of another package is named by its kind.
+            shown = _literal(dict(values))
+            # `mmod.methods`, or the lab.
             home = method.__module__.rpartition(".")[0]
-            is_ours = home.startswith("mmod.")
-            shown = f"{home}.{method.__name__}({_arguments(fields)})" if is_ours else _literal(dict(values))
+            if home.startswith("mmod."):
+                shown = f"{home}.{method.__name__}({_arguments(fields)})"
             lines.append(f"mmod.apply_(model, {shown})")
         if self.routing is not None:
             fields = dict(self.routing)
@@ -175,7 +179,9 @@ class Candidate:
                 config = f"mmod.preset({_literal(preset)}, {_arguments(fields)})"
             else:
                 config = _literal(preset)
-            lines.append(f"mmod.route_(model, {config if is_only else f'{part}={config}'})")
+            if not is_only:
+                config = f"{part}={config}"
+            lines.append(f"mmod.route_(model, {config})")
         return "\n".join(lines)
 
 
@@ -234,7 +240,10 @@ def _arguments(fields: Mapping[str, object]) -> str:
 def _literal(value: object) -> str:
     """Return a value as Python code, with double quotes as in the docs."""
     text = repr(value)
-    return text if '"' in text else text.replace("'", '"')
+    # Quotes inside a string would end it.
+    if '"' in text:
+        return text
+    return text.replace("'", '"')
 
 
 def _draws(choice: Any) -> bool:

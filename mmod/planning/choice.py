@@ -100,8 +100,13 @@ class AdviceRow:
     @property
     def loss(self) -> Estimate:
         """Accuracy lost, or disagreement where there are no labels."""
+        score = self.score
+        lossless = 1
+        if self.accuracy is not None:
+            # The difference to the dense model.
+            score = self.accuracy
+            lossless = 0
         # A score turned round, and so are the ends of its interval.
-        score, lossless = (self.score, 1) if self.accuracy is None else (self.accuracy, 0)
         return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
 
     @property
@@ -162,7 +167,9 @@ class Recommendation:
             return better != worse and all(low <= high for low, high in zip(better, worse))
 
         costs = {name: model.figures[0] for name, model in by_name.items()}
-        fastest = NOISE * self._within[0].speedup.median if self._within else 0.0
+        fastest = 0.0
+        if self._within:
+            fastest = NOISE * self._within[0].speedup.median
         front = [by_name[name] for name in unbeaten(costs, is_better, tolerance=1.0)]
         return [model for model in front if self._is_open(model) and model.speedup.median > fastest]
 
@@ -183,7 +190,9 @@ class Recommendation:
         if self.speed is None:
             return self.best
         chosen = self.at_speed(self.speed)
-        return chosen if chosen is not None and keeps(chosen.loss, self.tolerance) else None
+        if chosen is None or not keeps(chosen.loss, self.tolerance):
+            return None
+        return chosen
 
     @property
     def named(self) -> AdviceRow | None:
@@ -199,7 +208,9 @@ class Recommendation:
         """Return what marks the row of a model that the sentence is about, `USE` or `NAMED`; empty for others."""
         if model == self.used:
             return USE
-        return NAMED if self.speed is not None and model == self.named else ""
+        if self.speed is not None and model == self.named:
+            return NAMED
+        return ""
 
     @property
     def sentence(self) -> str:
@@ -238,11 +249,15 @@ class Recommendation:
         if self.speed is not None:
             models = [model for model in self._advised if keeps(model.loss, self.tolerance)]
         fastest = max(models, key=lambda model: model.speedup.median)
-        low, high = (fastest.speedup.low, fastest.speedup.high) if self.speed is None else (self.speed, self.speed)
+        if self.speed is None:
+            low, high = fastest.speedup.low, fastest.speedup.high
+        else:
+            low = high = self.speed
         # As fast at the worse end of their speeds, and at the better one. What is used is so by the medians.
         surely = [model for model in models if model is fastest or NOISE * model.speedup.low >= high]
         perhaps = [model for model in models if NOISE * model.speedup.high >= low]
-        one, other = (min(group, key=lambda model: model.worst) for group in (surely, perhaps))
+        one = min(surely, key=lambda model: model.worst)
+        other = min(perhaps, key=lambda model: model.worst)
         if one.worst == other.worst:
             return ""
         spread = "is within the spread of the times."
@@ -266,10 +281,12 @@ class Recommendation:
     def roles(self) -> list[tuple[AdviceRow, str]]:
         """What the sentence and the usual speeds name, and what is undecided, each with what it is for."""
         speeds: dict[str, list[str]] = {}
-        for model in (self.named, self._likely if self.is_tested else None):
+        likely = self._likely if self.is_tested else None
+        for model in (self.named, likely):
             if model is not None:
                 speeds[model.name] = []
-        for speed in _SPEEDS if self.speed is None else (self.speed,):
+        wanted = _SPEEDS if self.speed is None else (self.speed,)
+        for speed in wanted:
             chosen = self.at_speed(speed)
             if chosen is not None:
                 speeds.setdefault(chosen.name, []).append(f"{speed:g}")
@@ -282,7 +299,8 @@ class Recommendation:
             role = self.where
             if reached:
                 # What loses least at two speeds does so between them.
-                role += f", {' to '.join(sorted({reached[0], reached[-1]}))} times"
+                ends = sorted({reached[0], reached[-1]})
+                role += f", {' to '.join(ends)} times"
             elif by_name[name] in awaited:
                 role += ", undecided"
             roles.append((by_name[name], role))
@@ -310,13 +328,15 @@ class Recommendation:
         missing = missing_samples(model.loss, self.tolerance, model.images)
         # So many give a first interval, or leave a loss at the limit as open as it is.
         is_number = decides(model.loss, self.tolerance, model.images, MOST * model.images)
-        return f"{'' if is_number else 'at least '}{missing:,} more {self.samples}"
+        number = f"{missing:,}" if is_number else f"at least {missing:,}"
+        return f"{number} more {self.samples}"
 
     @property
     def limit(self) -> str:
         """The tolerance in words."""
         points = f"{100 * self.tolerance:g}"
-        return f"{points} point" if points == "1" else f"{points} points"
+        noun = "point" if points == "1" else "points"
+        return f"{points} {noun}"
 
     @property
     def is_tested(self) -> bool:
@@ -329,8 +349,9 @@ class Recommendation:
 
     def _nothing(self, holds: Callable[[AdviceRow], bool]) -> str:
         """Return the subject of a sentence on what no model does, but perhaps one that chooses at random."""
-        is_by_chance = any(model.at_random and holds(model) for model in self.models)
-        return "nothing tried but a choice at random" if is_by_chance else "nothing tried"
+        if any(model.at_random and holds(model) for model in self.models):
+            return "nothing tried but a choice at random"
+        return "nothing tried"
 
     @property
     def _likely(self) -> AdviceRow | None:
@@ -387,30 +408,37 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
     rows: list[Sequence[str]] = []
     named: dict[str, None] = {}
     for one in recommendations:
-        condition = ", if confirmed" if one.is_unsteady else ""
         named |= dict.fromkeys(model.name for model, _ in one.roles)
         # From the slowest on, as the speeds at which one is named.
         for model, role in sorted(one.roles, key=lambda entry: entry[0].speedup.median):
+            outcome = one.outcome(model)
             mark = one.mark(model)
-            outcome = f"{one.outcome(model)} {mark}{condition if mark == USE else ''}".rstrip()
+            if mark:
+                outcome += f" {mark}"
+            if mark == USE and one.is_unsteady:
+                outcome += ", if confirmed"
             rows.append((role, model.name, f"{model.speedup:[.2f}", points(model.loss), outcome))
         if one.speed is None and one.unreached:
             rows.append((f"{one.where}, {one.unreached[0]:g} times", "none as fast", "", "", ""))
     first, *others = recommendations
-    sentences = [first.sentence, *(one.sentence + _slower(first, one) for one in others)]
+    sentences = [first.sentence]
+    sentences += [one.sentence + _slower(first, one) for one in others]
     return Verdict(sentences, MarkdownTable([(*_HEADER, f"within {first.limit}?"), *rows]), list(named))
 
 
 def _slower(first: Recommendation, other: Recommendation) -> str:
     """Say where a model that is used in one pass is no faster than the dense one in another; empty where it is."""
-    used = {first.used.name} if first.used is not None else set()
+    if first.used is None:
+        return ""
     told = ""
     for model in other.models:
-        if model.name in used and model.speedup.median < 1:
-            # By its quartiles, as what is clearly faster is.
-            is_slower = model.speedup.high < 1
-            how = "slower than the dense model" if is_slower else "about as fast as the dense model"
-            told += f" {model.label} is {how} there: {model.speedup:[.2f} times."
+        if model.name != first.used.name or model.speedup.median >= 1:
+            continue
+        how = "about as fast as the dense model"
+        # By its quartiles, as what is clearly faster is.
+        if model.speedup.high < 1:
+            how = "slower than the dense model"
+        told += f" {model.label} is {how} there: {model.speedup:[.2f} times."
     return told
 
 
@@ -435,13 +463,15 @@ def beside_controls(
         agreement = agreements.get(name)
         told = f"{name} ({value:+.1f})"
         if value.is_clear:
-            groups["better" if value.low > 0 else "worse"].append(told)
+            group = "better" if value.low > 0 else "worse"
         elif agreement is not None and agreement.is_clear:
+            group = "open"
             better = "better" if agreement.low > 0 else "worse"
-            groups["open"].append(f"{name} ({value:+.1f}; {better} by agreement)")
+            told = f"{name} ({value:+.1f}; {better} by agreement)"
         else:
             # An interval with zero in it is no proof of equality: all of it has to be small.
-            groups["alike" if _is_equivalent(value, tolerance) else "open"].append(told)
+            group = "alike" if _is_equivalent(value, tolerance) else "open"
+        groups[group].append(told)
     named = {group: "; ".join(names) for group, names in groups.items() if names}
     sentences = {
         "better": "Clearly better than their controls, such as random tokens, in points: {}.",
@@ -455,7 +485,9 @@ def beside_controls(
 
 def batches_of(size: int, samples: str = "images") -> str:
     """Return in words how many samples a timed pass has."""
-    return f"single {samples}" if size == 1 else f"batches of {size}"
+    if size == 1:
+        return f"single {samples}"
+    return f"batches of {size}"
 
 
 def points(loss: Estimate) -> str:

@@ -59,8 +59,9 @@ def check_batches(batches: Any) -> None:
             f"batches must be a list or a loader of batches, got {str(batches)!r}: folders and files are read by the "
             "command, mmod advise MODEL --images FOLDER"
         )
-    if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
-        one = " alone: put it into a list" if isinstance(batches, (Tensor, Mapping)) else ""
+    is_batch = isinstance(batches, (Tensor, Mapping))
+    if is_batch or not isinstance(batches, Iterable):
+        one = " alone: put it into a list" if is_batch else ""
         raise TypeError(f"batches must be a list or a loader of batches, got a {type(batches).__name__}{one}")
 
 
@@ -118,7 +119,9 @@ def compared(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
         return F.pad(batch["labels"][:, 1:] != IGNORED, (0, 1))
     # What a model predicts at image tokens is not trained.
     text_BN = real_tokens(batch)
-    return text_BN if image_token is None else text_BN & (ids_BN != image_token)
+    if image_token is not None:
+        text_BN = text_BN & (ids_BN != image_token)
+    return text_BN
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:

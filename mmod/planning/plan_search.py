@@ -47,7 +47,10 @@ class Option(NamedTuple):
     context: str = "kept"
 
     def __str__(self) -> str:
-        return f"{self.operator}@{self.capacity:g}" + (" all" if self.context == "all" else "")
+        text = f"{self.operator}@{self.capacity:g}"
+        if self.context == "all":
+            text += " all"
+        return text
 
     def config(self, blocks: Iterable[int], router: Score) -> RoutingConfig:
         """Return the config that routes some blocks this way; `router` selects tokens at a capacity above 0."""
@@ -56,7 +59,9 @@ class Option(NamedTuple):
 
 def named_options(options: PlanOptions) -> list[Option] | None:
     """Return the options that a search names; None for all that the blocks support."""
-    return None if options.options is None else [Option(*option) for option in options.options]
+    if options.options is None:
+        return None
+    return [Option(*option) for option in options.options]
 
 
 Choices = tuple["Option | None", ...]
@@ -94,9 +99,13 @@ class BlockCosts:
         columns = []
         for item, share in enumerate(shares):
             saved = [flops - row[item] for flops, row in zip(self.dense, self.options)]
+            total = sum(saved)
             # An option that saves no FLOPs may still save time, which is then split evenly.
-            parts = [flops / sum(saved) for flops in saved] if sum(saved) else [1 / len(saved)] * len(saved)
-            columns.append([block - (dense - dense * share) * part for block, part in zip(block_times, parts)])
+            parts = [1 / len(saved)] * len(saved)
+            if total:
+                parts = [flops / total for flops in saved]
+            saved_time = dense - dense * share
+            columns.append([block - saved_time * part for block, part in zip(block_times, parts)])
         return BlockCosts(tuple(zip(*columns)), tuple(block_times), dense)
 
 
@@ -120,10 +129,16 @@ def block_costs(
     size = Prompt(*lengths) if stack.language else _size_of(batch)
     for report in flops_of_each(model, size, (routed(model, part, config) for config in configs)):
         blocks = [row for row in report.blocks if row.name in stack.names]
-        # How many blocks read importance depends on the plan, so its cost is left out.
-        columns.append([float(row.cached if cost == "cache" else row.routed - row.importance) for row in blocks])
-        dense = tuple(float(row.tokens if cost == "cache" else row.dense) for row in blocks)
-    costs = BlockCosts(tuple(zip(*columns)), dense, sum(dense) if cost == "cache" else float(report.dense))
+        if cost == "cache":
+            columns.append([float(row.cached) for row in blocks])
+            dense = tuple(float(row.tokens) for row in blocks)
+            total = sum(dense)
+        else:
+            # How many blocks read importance depends on the plan, so its cost is left out.
+            columns.append([float(row.routed - row.importance) for row in blocks])
+            dense = tuple(float(row.dense) for row in blocks)
+            total = float(report.dense)
+    costs = BlockCosts(tuple(zip(*columns)), dense, total)
     if cost != "image_flops":
         return costs
     # What image tokens add is the cost minus that of the prompt's text alone.
@@ -149,7 +164,10 @@ def run_batch(model: nn.Module, batch: Any) -> None:
         return
     arguments = {name: value for name, value in batch.items() if name != "labels"}
     generates: Any = getattr(model, "can_generate", bool)
-    model(**arguments, **({"use_cache": True, "logits_to_keep": 1} if generates() else {}))
+    if generates():
+        model(**arguments, use_cache=True, logits_to_keep=1)
+    else:
+        model(**arguments)
 
 
 def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
@@ -278,7 +296,9 @@ class PlanSearch:
         share = f"{self.share(plan):.4f} of the dense model's {self.cost}"
         if self.time is not None:
             share = f"{self.time:.4g} of the dense model's {self.costs.total:.4g} milliseconds"
-        measured = "" if self.divergence is None else f", of the complete plan {self.divergence:.4g}"
+        measured = ""
+        if self.divergence is not None:
+            measured = f", of the complete plan {self.divergence:.4g}"
         return (
             f"{plan}\n{share}, sum of divergences {self.score(plan):.4g}{measured}\n\n"
             f"divergence added by each option, mean over {self.rows} rows\n\n"
@@ -300,7 +320,8 @@ class PlanSearch:
             (line,) = left.plot([row[item] for row in self.scores], label=str(option), linewidth=1)
             marked = [block for block, index in option_of.items() if index == item]
             left.plot(marked, [self.scores[block][item] for block in marked], "o", color=line.get_color())
-        left.set(xlabel="block", ylabel="divergence added by one option", yscale="symlog" if negative else "log")
+        yscale = "symlog" if negative else "log"
+        left.set(xlabel="block", ylabel="divergence added by one option", yscale=yscale)
         left.legend(title="dots: the plan", fontsize="small")
         shares, scores = zip(*self.frontier())
         right.plot(shares, scores, ".-")
@@ -317,8 +338,10 @@ def best_plan(
     outside = costs.total - sum(costs.dense)
     losses = [(0.0, *row) for row in scores]
     sizes = [(dense, *row) for dense, row in zip(costs.dense, costs.options)]
+    # The first of each block's choices is to stay dense.
+    numbered: list[Option | None] = [None, *options]
     chosen = best_choices(losses, sizes, budget * costs.total - outside)
-    return plan_of(tuple(options[item - 1] if item else None for item in chosen), router)
+    return plan_of(tuple(numbered[item] for item in chosen), router)
 
 
 def plan_of(choices: Choices, router: Score) -> RoutingConfig:
@@ -367,9 +390,10 @@ def in_time(search: PlanSearch, measure: Clock) -> PlanSearch:
             high = target
         else:
             low = target
-        # Scale the saving by the observed error; bisect if that leaves the bracket.
-        target = 1 - (1 - target) * (1 - budget) / (1 - share) if share < 1 else low
-        if not low < target < high:
+        # Scale the saving by the observed error; bisect if that leaves the bracket, or nothing was saved.
+        if share < 1:
+            target = 1 - (1 - target) * (1 - budget) / (1 - share)
+        if share >= 1 or not low < target < high:
             target = (low + high) / 2
     fitting = [choices for choices, share in shares.items() if share <= budget * (1 + _TOLERANCE)]
     if not fitting:

@@ -49,10 +49,11 @@ def questions_of(batch: Mapping[str, Any], pad: int) -> Questions:
     columns = {name: value for name, value in batch.items() if name != "labels"}
     columns["attention_mask"] = real_tokens(batch).to(ids_BN.dtype)
     for name, value in columns.items():
-        if isinstance(value, Tensor) and value.shape == ids_BN.shape:
-            fill = pad if name == "input_ids" else 0
-            cut = [row_N[is_asked_N] for row_N, is_asked_N in zip(value, is_asked_BN)]
-            columns[name] = torch.stack([F.pad(row, (max(lengths) - len(row), 0), value=fill) for row in cut])
+        if not isinstance(value, Tensor) or value.shape != ids_BN.shape:
+            continue
+        fill = pad if name == "input_ids" else 0
+        cut = [row_N[is_asked_N] for row_N, is_asked_N in zip(value, is_asked_BN)]
+        columns[name] = torch.stack([F.pad(row, (max(lengths) - len(row), 0), value=fill) for row in cut])
     spans = zip(ids_BN, start_B.tolist(), end_B.tolist())
     return Questions(columns, [row_N[start:end] for row_N, start, end in spans])
 
@@ -60,8 +61,7 @@ def questions_of(batch: Mapping[str, Any], pad: int) -> Questions:
 @torch.no_grad()
 def right_of(model: Any, questions: Questions, pad: int, image_token: int, is_right: IsRight) -> list[bool]:
     """Return for every question whether the model's greedy answer is right; both end with the first end token."""
-    ends = model.generation_config.eos_token_id
-    ends = torch.tensor([] if ends is None else ends).flatten().tolist()
+    ends = _end_tokens(model.generation_config)
     given_BN = model.generate(
         **questions.inputs,
         # One more than the answers, so that none looks right because it is cut.
@@ -92,8 +92,16 @@ def _until_end(answer_A: Tensor, ends: list[int]) -> Tensor:
 def pad_token(model: Any, image_token: int) -> int:
     """Return a token for padding that stands for no image."""
     config = model.generation_config
-    ends = torch.tensor([] if config.eos_token_id is None else config.eos_token_id).flatten().tolist()
-    return next(token for token in (config.pad_token_id, *ends, 0, 1) if token is not None and token != image_token)
+    tokens = (config.pad_token_id, *_end_tokens(config), 0, 1)
+    return next(token for token in tokens if token is not None and token != image_token)
+
+
+def _end_tokens(config: Any) -> list[int]:
+    """Return the tokens that end an answer: hosts have none, one, or several in a list or a tensor."""
+    if config.eos_token_id is None:
+        return []
+    tokens: list[int] = torch.tensor(config.eos_token_id).flatten().tolist()
+    return tokens
 
 
 def of_equal_length(

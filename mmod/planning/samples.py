@@ -27,7 +27,7 @@ from mmod.planning.candidate import ImageSize
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.early import BATCH
 from mmod.planning.plan_search import run_batch
-from mmod.planning.prompts import IsRight, of_equal_length, pad_token, questions_of, right_of
+from mmod.planning.prompts import IsRight, Questions, of_equal_length, pad_token, questions_of, right_of
 from mmod.planning.untrained import counted_part
 from mmod.random_state import spread
 
@@ -83,7 +83,12 @@ class Images:
         self.prefix = prefix
         order_N = look_order(len(pixels)).to(pixels.device)
         pixels = pixels[order_N]
-        labels = None if labels is None else labels[order_N.to(labels.device)]
+        # The same images with other labels are other samples.
+        given = [pixels]
+        if labels is not None:
+            labels = labels[order_N.to(labels.device)]
+            given.append(labels)
+        self.read = fingerprint(*given)
         self.pixels = pixels
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
@@ -106,9 +111,9 @@ class Images:
                 f"the labels reach {int(labels.max())}, and this {type(model).__name__} returns "
                 f"{self.dense_NRF.shape[2]} numbers for an image: pass images without labels to compare its outputs"
             )
-        self.read = fingerprint(pixels) if labels is None else fingerprint(pixels, labels)
-        # The same images with other labels are other samples.
-        told = [self.dense_NRF] if self.labels is None else [self.dense_NRF, self.labels]
+        told = [self.dense_NRF]
+        if self.labels is not None:
+            told.append(self.labels)
         self.identity = _identity(model, part, len(pixels), fingerprint(*told))
         self.first = min(FIRST_LOOK, len(pixels))
         self.counted = counted_part(model, part, pixels[:1])
@@ -163,7 +168,8 @@ class Images:
         labels = [0] * len(self) if self.labels is None else self.labels.tolist()
         index = spread(labels, self.batch_size)
         # Few images are repeated: a batch has its size.
-        images = self.pixels[index[np.arange(self.batch_size) % len(index)]].to(self.device)
+        repeated = index[np.arange(self.batch_size) % len(index)]
+        images = self.pixels[repeated].to(self.device)
         passes = {BATCH: image_reading(model, images, self.batch_size)}
         if self.batch_size > 1:
             passes[ALONE] = image_reading(model, images[:PASSES], 1)
@@ -191,8 +197,10 @@ class Images:
         batches = []
         for chunk in self.pixels[start:stop].split(_AT_ONCE):
             rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
-            # Rows of patches are many, and only compared.
-            batches.append(rows_NRF[:, self.prefix :].half().cpu() if rows_NRF.shape[1] > 1 else rows_NRF.cpu())
+            if rows_NRF.shape[1] > 1:
+                # Rows of patches are many, and only compared.
+                rows_NRF = rows_NRF[:, self.prefix :].half()
+            batches.append(rows_NRF.cpu())
         return torch.cat(batches)
 
 
@@ -202,7 +210,9 @@ def look_order(images: int) -> Tensor:
     As many as a first look sees stay as they are.
     """
     order = np.arange(images)
-    return torch.from_numpy(order if images <= FIRST_LOOK else np.random.default_rng(0).permutation(order))
+    if images > FIRST_LOOK:
+        order = np.random.default_rng(0).permutation(order)
+    return torch.from_numpy(order)
 
 
 def _measure_of(model: nn.Module, output_NRF: Tensor, classes: int | None, has_labels: bool) -> str:
@@ -243,7 +253,9 @@ class Prompts:
         self.has_labels = all(batch.get("labels") is not None for batch in batches)
         self.is_right = is_right
         self.pad = pad_token(model, self.image_token)
-        self.questions = [questions_of(batch, self.pad) for batch in batches] if self.has_labels else []
+        self.questions: list[Questions] = []
+        if self.has_labels:
+            self.questions = [questions_of(batch, self.pad) for batch in batches]
         self.timed = {BATCH: batches[0]}
         equal = of_equal_length(model, batches[0])
         if equal is None:
@@ -281,20 +293,25 @@ class Prompts:
             resized.check(model)
         except (RuntimeError, LookupError, TypeError) as error:
             # Hosts and processors that split images, or fix their tokens, fail in many ways at another size.
-            images = f"at most {size['longest_edge']:,} pixels" if isinstance(size, Mapping) else f"{size} px"
+            images = f"{size} px"
+            if isinstance(size, Mapping):
+                images = f"at most {size['longest_edge']:,} pixels"
             raise ValueError(f"images of {images}: {error}") from error
         return resized
 
     def _resized(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Prompts:
         """Return the prompts of other batches, in which only images differ; answers are compared with the same ones."""
         texts = [self._text(batch) for batch in batches]
-        if not all(map(torch.equal, texts, map(self._text, self.batches))) or len(texts) != len(self.batches):
+        own_texts = map(self._text, self.batches)
+        if len(texts) != len(self.batches) or not all(map(torch.equal, texts, own_texts)):
             raise ValueError("images of another size change more of the prompts than the number of image tokens")
         if _count(batches, self.image_token) >= _count(self.batches, self.image_token):
             raise ValueError("images of another size have as many image tokens as before")
         resized = copy.copy(self)
         resized.batches = batches
-        resized.questions = [questions_of(batch, self.pad) for batch in batches] if self.has_labels else []
+        resized.questions = []
+        if self.has_labels:
+            resized.questions = [questions_of(batch, self.pad) for batch in batches]
         resized.timed = {BATCH: batches[0]}
         if MIX in self.timed:
             equal = of_equal_length(model, batches[0], self.batches[0])
@@ -352,7 +369,9 @@ class Prompts:
     def _top(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, str]:
         """Return the most probable next tokens (T,), and what tells their logits and labels from others."""
         logits_TF = outputs(model, batch, self.part)
-        told = [logits_TF] if batch.get("labels") is None else [logits_TF, batch["labels"]]
+        told = [logits_TF]
+        if batch.get("labels") is not None:
+            told.append(batch["labels"])
         return logits_TF.argmax(-1).cpu(), fingerprint(*told)
 
 
@@ -399,7 +418,9 @@ def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | 
     if not sum(map(len, pixels)):
         raise ValueError("no images: batches is empty")
     together = torch.cat(pixels)[:images]
-    return together, torch.cat(labels)[:images] if len(labels) == len(pixels) else None
+    if len(labels) < len(pixels):
+        return together, None
+    return together, torch.cat(labels)[:images]
 
 
 def _shape(images: object) -> str:
@@ -414,7 +435,10 @@ def first_prompts(batches: Iterable[Any], prompts: int, device: torch.device) ->
     for batch in batches:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             raise TypeError(f"batches must hold prompts, as the model's processor returns them, got {type(batch)}")
-        moved.append({name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()})
+        on_device = {}
+        for name, value in batch.items():
+            on_device[name] = value.to(device) if isinstance(value, Tensor) else value
+        moved.append(on_device)
         if sum(len(batch["input_ids"]) for batch in moved) >= prompts:
             break
     if not moved:

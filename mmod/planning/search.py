@@ -119,7 +119,8 @@ def search_plan(
         True
     """
     one_of("cost", cost, COSTS)
-    check_value("budget", budget, float, "(0, inf)" if cost == "milliseconds" else "(0, 1)")
+    limit = "(0, inf)" if cost == "milliseconds" else "(0, 1)"
+    check_value("budget", budget, float, limit)
     check_value("rounds", rounds, int, "[0, inf)")
     check_batches(batches)
     if rounds and iter(batches) is batches:
@@ -334,10 +335,13 @@ def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:
     call = stack.call_of(stack.blocks[-1], None)
     if stack.reads_images:
         # Only image tokens may all be skipped.
-        capacities: tuple[float, ...] = (0.0, 0.25) if first_block(router) else (0.0,)
+        capacities: tuple[float, ...] = (0.0,)
+        if first_block(router):
+            capacities = (0.0, 0.25)
     else:
         # Capacity 0 needs tokens that always run, such as a class token.
-        capacities = (0.0 if stack.prefix and not stack.language else 0.25, 0.5)
+        has_class_token = stack.prefix and not stack.language
+        capacities = (0.0, 0.5) if has_class_token else (0.25, 0.5)
     attention_context = "all" if "all" in call.contexts else "kept"
     pairs = [("block", "kept"), ("block", "all"), ("attention", attention_context), ("mlp", "kept")]
     options: list[Option] = []
@@ -379,7 +383,9 @@ def _everywhere(stack: BlockStack, router: Score, options: Sequence[Option]) -> 
 
 def _options_of(stack: BlockStack, router: Score, named: Sequence[Option] | None) -> tuple[Option, ...]:
     """Return the options that a search names, or else those that the blocks support, once they are checked."""
-    options = default_options(stack, router) if named is None else tuple(named)
+    if named is None:
+        named = default_options(stack, router)
+    options = tuple(named)
     if not options:
         raise ValueError(f"no options to choose from for {stack.names[0]}")
     check_value("options", options, tuple[Option, ...])

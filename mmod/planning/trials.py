@@ -164,7 +164,9 @@ def advise(
         )
     if models and folder is not None:
         raise ValueError("results of `models` have no code to be known by: leave out folder, and save the advice")
-    store = None if folder is None else Path(folder) / STORE
+    store = None
+    if folder is not None:
+        store = Path(folder) / STORE
     depth = len(stack.blocks)
     # Configs name models of the supported libraries, and no class of the user's own.
     is_named = find_library(model) is not None
@@ -209,19 +211,25 @@ def advise(
     if chosen:
         is_as_in_study = is_named and not stack.language and candidates is None
         untrained = _STUDY.format(run=shlex.quote(run)) if is_as_in_study else _UNTRAINED
+    accuracy = None
+    if samples.has_labels:
+        accuracy = mean_of(table, CORRECT, DENSE)
+    notes = [untrained, _at_random(chosen, depth), _as_they_are(models), note, samples.note]
+    if title is None:
+        title = f"Advice for {_name_of(model)}"
     advice = Advice(
         rows,
         refused | unfitted,
         samples.measure,
-        mean_of(table, CORRECT, DENSE) if samples.has_labels else None,
+        accuracy,
         samples.batch_size * float(np.median(table.times[BATCH][DENSE])),
         samples.batch_size,
         len(samples),
         tolerance,
         samples.redundancy,
-        " ".join(filter(None, [untrained, _at_random(chosen, depth), _as_they_are(models), note, samples.note])),
+        " ".join(filter(None, notes)),
         costs[DENSE].cache,
-        f"Advice for {_name_of(model)}" if title is None else title,
+        title,
         faster,
         table.caution,
         opening,
@@ -271,11 +279,16 @@ def _at_random(candidates: Iterable[Candidate], depth: int) -> str:
     """Say which candidates have routers that nobody has trained: a sentence or none."""
     untrained = []
     for candidate in candidates:
-        routing = candidate.routing or {}
-        if routing and resolve_routing({"depth": depth, **routing} if "preset" in routing else routing).router.learns:
+        routing = candidate.routing
+        if not routing:
+            continue
+        if "preset" in routing:
+            routing = {"depth": depth, **routing}
+        if resolve_routing(routing).router.learns:
             untrained.append(candidate.name)
-    names = ", ".join(untrained)
-    return names and f"Routers that must be trained chose with random weights here: {names}."
+    if not untrained:
+        return ""
+    return f"Routers that must be trained chose with random weights here: {', '.join(untrained)}."
 
 
 def _as_they_are(models: Iterable[str]) -> str:
@@ -453,12 +466,20 @@ def rows_of(
             continue
         candidate = candidates[name]
         flops = costs[name].flops
+        share = None
+        if flops is not None and dense is not None:
+            share = flops / dense
+        accuracy = agreement_to_control = None
+        # Without answers, the figure is the agreement itself.
+        if figure == CORRECT:
+            accuracy = gap(table, figure, name, DENSE)
+            agreement_to_control = gap(table, AGREEMENT, name, candidate.control)
         yield AdviceRow(
             name=name,
             label=candidate.label,
             speedup=ratios(times[DENSE], times[name]),
             score=interval_of(table, AGREEMENT, name),
-            accuracy=gap(table, figure, name, DENSE) if figure == CORRECT else None,
+            accuracy=accuracy,
             images=evaluated(table, name),
             code=candidate.code(part, is_only),
             config=candidate.config(part, is_only),
@@ -468,8 +489,8 @@ def rows_of(
             speedups={of: ratios(ms[DENSE], ms[name]) for of, ms in table.times.items() if of != BATCH},
             control=candidate.control,
             to_control=gap(table, figure, name, candidate.control),
-            agreement_to_control=gap(table, AGREEMENT, name, candidate.control) if figure == CORRECT else None,
+            agreement_to_control=agreement_to_control,
             at_random=candidate.at_random,
             is_routed=candidate.routing is not None,
-            flops=None if flops is None or dense is None else flops / dense,
+            flops=share,
         )
