@@ -161,7 +161,9 @@ def _folder(folder: Path, options: Options) -> Opened:
 
 def _module(model: nn.Module) -> Opened:
     library = find_library(model)
-    sentence = f"a {type(model).__name__} of {library}" if library else f"a {type(model).__name__}"
+    sentence = f"a {type(model).__name__}"
+    if library:
+        sentence += f" of {library}"
     # Typed as Any: what follows reads attributes of host libraries.
     inner: Any = model
     source = getattr(inner, "name_or_path", "")

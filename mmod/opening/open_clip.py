@@ -41,10 +41,13 @@ def open_clip_model(name: str, options: Options) -> Opened:
     checkpoint = options.checkpoint
     published = options.pretrained and checkpoint is None
     arguments: dict[str, Any] = {"load_weights": published, **options.args}
+    wanted = None
+    if published and tag:
+        wanted = tag
     with weights_follow(checkpoint is not None):
         model = open_clip.create_model(
             architecture,
-            pretrained=tag if published and tag else None,
+            pretrained=wanted,
             require_pretrained=published,
             force_image_size=options.image_size,
             # open_clip moves the model to this device, which must be the one in use, as meta.
@@ -118,7 +121,9 @@ def load_clip(model: nn.Module, checkpoint: str | Path, state: Mapping[str, Tens
         if not is_of_numpy(file):
             # open_clip converts what it reads from a file, of which it reads fewer kinds than `read_weights`.
             file = Path(temporary) / "model.safetensors"
-            write_tensors(file, read_weights(checkpoint) if state is None else state)
+            if state is None:
+                state = read_weights(checkpoint)
+            write_tensors(file, state)
         try:
             open_clip.load_checkpoint(model, str(file), strict=True, weights_only=True)
         except RuntimeError as error:

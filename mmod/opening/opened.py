@@ -50,12 +50,18 @@ class Preprocessing:
 
     def __str__(self) -> str:
         size = self.fields["size"] if self.is_clip else self.fields["input_size"][1:]
-        height, width = (size, size) if isinstance(size, int) else size
-        parts = [f"{height} x {width} px", *filter(None, [self.fields.get("interpolation")])]
+        if isinstance(size, int):
+            size = (size, size)
+        height, width = size
+        parts = [f"{height} x {width} px"]
+        interpolation = self.fields.get("interpolation")
+        if interpolation:
+            parts.append(interpolation)
         if "crop_pct" in self.fields:
             parts.append(f"crop_pct {self.fields['crop_pct']:g}")
         for name in ("mean", "std"):
-            parts.append(f"{name} ({', '.join(f'{value:.4g}' for value in self.fields[name])})")
+            values = ", ".join(f"{value:.4g}" for value in self.fields[name])
+            parts.append(f"{name} ({values})")
         return f"Preprocessing {self.source}: {', '.join(parts)}."
 
 

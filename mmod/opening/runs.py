@@ -41,11 +41,13 @@ def find_run(path: str | Path) -> Path | None:
         return None
     # The deepest is a file in a checkpoint: checkpoints/step-000000002-epoch-00001/ema.safetensors.
     for folder in (path, *list(path.parents)[:3]):
-        if (folder / RUN_CONFIG).is_file():
-            # Other files in a run folder, such as a user's own weights, are not the run's.
-            below = path.relative_to(folder).parts[:1]
-            known = not below or below[0] in (FINAL_MODEL, LAST_WEIGHTS, CHECKPOINTS)
-            return folder if known else None
+        if not (folder / RUN_CONFIG).is_file():
+            continue
+        below = path.relative_to(folder).parts[:1]
+        if not below or below[0] in (FINAL_MODEL, LAST_WEIGHTS, CHECKPOINTS):
+            return folder
+        # Other files in a run folder, such as a user's own weights, are not the run's.
+        return None
     return None
 
 
@@ -72,12 +74,18 @@ def is_described(folder: str | Path) -> bool:
 
 def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
     """Return paths by the numbers in their names, the largest first."""
-    return sorted(checkpoints, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
+    return sorted(checkpoints, key=_numbers_in, reverse=True)
+
+
+def _numbers_in(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
     """Return the numbers of the classes of a run by name; None unless the path is in a run folder that names them."""
-    run = None if checkpoint is None else find_run(checkpoint)
+    if checkpoint is None:
+        return None
+    run = find_run(checkpoint)
     if run is None or not (run / CLASSES).is_file():
         return None
     return read_classes(run / CLASSES)
@@ -118,7 +126,9 @@ def find_weights(path: str | Path) -> Path:
             return candidate
         if any(shards_of(candidate).glob("shard-*.safetensors")):
             return shards_of(candidate)
-    inside = f": the folder holds no {WEIGHTS}" if path.is_dir() else ""
+    inside = ""
+    if path.is_dir():
+        inside = f": the folder holds no {WEIGHTS}"
     raise FileNotFoundError(f"no checkpoint at {str(path)!r}{inside}")
 
 

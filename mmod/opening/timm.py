@@ -33,18 +33,22 @@ def open_timm(name: str, options: Options) -> Opened:
     """Open a model by a name of timm or the folder of one; see `mmod.open_model`."""
     checkpoint = options.checkpoint
     model: Any = create_timm(name, options)
-    known = None
-    is_folder = Path(name).is_dir()
-    subject = f"the model of timm in {name}" if is_folder else f"{name} of timm"
-    weights = "random weights"
-    if options.pretrained:
-        weights = "its weights" if is_folder else "its published weights"
+    subject = f"{name} of timm"
+    weights = "its published weights"
+    if Path(name).is_dir():
+        subject = f"the model of timm in {name}"
+        weights = "its weights"
+    if not options.pretrained:
+        weights = "random weights"
+    classes = None
     if checkpoint is not None:
         _load_with_classifier(model, checkpoint)
-        known = run_classes(checkpoint)
+        classes = run_classes(checkpoint)
         weights = f"the weights of {checkpoint}"
-    classes = published_classes(model) if known is None else known
-    return Opened(model, f"{subject} with {weights}", partial(preprocessing_of, model), classes, known is not None)
+    is_of_run = classes is not None
+    if classes is None:
+        classes = published_classes(model)
+    return Opened(model, f"{subject} with {weights}", partial(preprocessing_of, model), classes, is_of_run)
 
 
 def create_timm(name: str, options: Options) -> nn.Module:
@@ -88,9 +92,9 @@ def _near_argument(name: str, message: str) -> str:
     owner, argument = found.groups()
     # The class or function stands in the module of the function that creates the model.
     made = getattr(sys.modules[timm.model_entrypoint(name).__module__], owner, None)
-    near = ""
-    if callable(made):
-        near = near_names(argument, inspect.signature(made).parameters)
+    if not callable(made):
+        return ""
+    near = near_names(argument, inspect.signature(made).parameters)
     return f"; {near}" if near else ""
 
 
@@ -124,18 +128,21 @@ def _load_with_classifier(model: Any, checkpoint: str | Path) -> None:
     state = read_weights(checkpoint)
     heads = image_facts(model).head
     weight = next((state[key] for key in state if key.startswith(heads) and state[key].ndim > 1), None)
+    outputs = 0 if weight is None else len(weight)
     # Resized to the checkpoint before loading, which is strict.
-    model.reset_classifier(0 if weight is None else len(weight))
+    model.reset_classifier(outputs)
     load_weights(model, converted(state, model), checkpoint)
 
 
 def preprocessing_of(model: Any) -> Preprocessing:
     """Return how a model of timm expects its images, at the size that it was made for."""
-    patch_embed = getattr(model, "patch_embed", None)
+    patch_embed: Any = getattr(model, "patch_embed", None)
     side = getattr(patch_embed, "img_size", None)
-    if side is not None and any(length % patch for length, patch in zip(side, model.patch_embed.patch_size)):
-        raise ValueError(f"image_size must be a multiple of the model's patches, {model.patch_embed.patch_size[0]} px")
-    sizes = {} if side is None else {"input_size": (model.patch_embed.proj.in_channels, *side)}
+    sizes = {}
+    if side is not None:
+        if any(length % patch for length, patch in zip(side, patch_embed.patch_size)):
+            raise ValueError(f"image_size must be a multiple of the model's patches, {patch_embed.patch_size[0]} px")
+        sizes = {"input_size": (patch_embed.proj.in_channels, *side)}
     return Preprocessing(resolve_data_config(sizes, model=model), "of timm")
 
 

@@ -133,8 +133,11 @@ def _load(folder: str | Path, made: Any, loading: Mapping[str, Any], fields: Map
         model, report = made.from_pretrained(folder, **fields, **options)
     mismatched = {key: f"{tuple(saved)}, the model's is {tuple(own)}" for key, saved, own in report["mismatched_keys"]}
     missing = dict.fromkeys(report["missing_keys"], "missing")
-    head = image_facts(model).head if "num_labels" in fields else ()
-    wrong = {key: how for key, how in {**missing, **mismatched}.items() if not (head and key.startswith(head))}
+    wrong = {**missing, **mismatched}
+    if "num_labels" in fields:
+        # The new classifier has been drawn.
+        head = image_facts(model).head
+        wrong = {key: how for key, how in wrong.items() if not key.startswith(head)}
     if wrong:
         key, how = min(wrong.items())
         raise ValueError(f"the weights in {str(folder)!r} do not fit the model and model.args: {key} is {how}")
@@ -174,8 +177,10 @@ def _class_of(config: Any, fresh: bool) -> Any:
         if type(config) not in classifiers:
             raise ValueError(f"transformers has no image classifier for a {type(config).__name__}")
         mapped = classifiers[type(config)]
-        # DeiT has a second class, with a distilled head.
-        return mapped[0] if isinstance(mapped, tuple) else mapped
+        if isinstance(mapped, tuple):
+            # DeiT has a second class, with a distilled head.
+            mapped = mapped[0]
+        return mapped
     return saved
 
 
@@ -195,8 +200,11 @@ def processor_fields(folder: str | Path) -> dict[str, object]:
         return dict(processor.data_config)
     does_all = processor.do_resize and processor.do_rescale and processor.do_normalize
     size = dict(processor.size)
-    crop = dict(processor.crop_size) if getattr(processor, "do_center_crop", None) else size
-    one_size = set(crop) == {"height", "width"} and ({"height", "width"} == set(size) or "shortest_edge" in size)
+    crop = size
+    if getattr(processor, "do_center_crop", None):
+        crop = dict(processor.crop_size)
+    sides = {"height", "width"}
+    one_size = set(crop) == sides and (set(size) == sides or "shortest_edge" in size)
     if not does_all or not one_size:
         raise ValueError(
             f"the {type(processor).__name__} in {str(folder)!r} must resize images to one size, rescale and normalise "

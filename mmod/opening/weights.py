@@ -34,16 +34,21 @@ def check_sums(folder: Path, *names: str, together: bool = False) -> None:
         raise DamagedFileError(str(error)) from error
     chosen = [name for name in sorted(sums) if not names or name in names or Path(name).parts[0] in names]
     for name, digest in sums_of(folder, chosen, together).items():
-        if digest != sums[name]:
-            state = "is missing" if digest is None else "differs from its checksum"
-            raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state} in {SUMS}")
+        if digest == sums[name]:
+            continue
+        state = "is missing" if digest is None else "differs from its checksum"
+        raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state} in {SUMS}")
 
 
 def sums_of(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
     """Return the checksum of each file, None if it is missing."""
-    # Every n-th file: hashing takes as long as reading, and processes share it.
-    mine = names[process_rank() :: process_count()] if together else names
-    sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
+    if together:
+        # Every n-th file: hashing takes as long as reading, and processes share it.
+        names = names[process_rank() :: process_count()]
+    sums: dict[str, str | None] = {}
+    for name in names:
+        file = folder / name
+        sums[name] = sha256(file) if file.is_file() else None
     if not together:
         return sums
     return dict(chain.from_iterable(part.items() for part in gathered(sums)))
@@ -74,7 +79,9 @@ def _check_undamaged(file: Path) -> None:
         check_sums(file.parent, file.name)
     except DamagedFileError as error:
         others = [other for other in list_checkpoints(file.parent.parent) if other != file.parent]
-        hint = f". An earlier checkpoint is {str(others[0])!r}" if others else ""
+        hint = ""
+        if others:
+            hint = f". An earlier checkpoint is {str(others[0])!r}"
         raise DamagedFileError(f"{error}{hint}") from error
 
 
@@ -88,11 +95,12 @@ def _read_checkpoint(file: Path) -> dict[str, Tensor]:
     except ValueError as error:
         raise DamagedFileError(f"{str(file)!r}: {error}") from error
     for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            kind = "an object that is not read" if isinstance(value, Unread) else f"a {type(value).__name__}"
-            raise DamagedFileError(
-                f"{str(file)!r} holds no state dict, which maps names to tensors: it maps {name!r} to {kind}"
-            )
+        if isinstance(name, str) and isinstance(value, Tensor):
+            continue
+        kind = "an object that is not read" if isinstance(value, Unread) else f"a {type(value).__name__}"
+        raise DamagedFileError(
+            f"{str(file)!r} holds no state dict, which maps names to tensors: it maps {name!r} to {kind}"
+        )
     if choice and process_rank() == 0:
         print(f"{file}: {choice}, were read", file=sys.stderr)
     return state
@@ -131,9 +139,10 @@ def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may fail in any way
         # Torch's message advises to allow code; this one does not.
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
-        plain = str(error).strip().split("\n")[0] or type(error).__name__
-        reason = f"it holds {code[1]} besides; save the state dict alone" if code else plain
+        if code is not None:
+            reason = f"it holds {code[1]} besides; save the state dict alone"
         raise DamagedFileError(f"{str(path)!r} is no whole file of tensors and plain values: {reason}") from error
 
 
