@@ -57,8 +57,8 @@ class Across:
             rows = [[f"kept in {part or 'the model'}, again in", *short]]
             for name, i in zip(short, chosen):
                 shares = (self.again[i][j] for j in chosen)
-                rows.append([name, *("" if share is None else f"{Estimate(share.value):.2f}" for share in shares)])
-            rows.append(["by chance", *(f"{Estimate(self.kept[self.decisions[i]].value):.2f}" for i in chosen)])
+                rows.append([name, *map(_cell, shares)])
+            rows.append(["by chance", *(_cell(self.kept[self.decisions[i]]) for i in chosen)])
             tables.append(MarkdownTable(rows))
         return tables
 
@@ -136,6 +136,13 @@ def _followers(decisions: Sequence[str], routed: Sequence[str]) -> dict[str, lis
         if part in latest:
             latest[part].append(name)
     return followers
+
+
+def _cell(share: Estimate | None) -> str:
+    if share is None:
+        return ""
+    # Without its interval, for which a table of blocks has no room.
+    return f"{Estimate(share.value):.2f}"
 
 
 def _part(name: str) -> str:

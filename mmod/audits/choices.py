@@ -142,7 +142,9 @@ def choices(
     has_reference: bool = False,
 ) -> dict[str, Choice]:
     """Return the choices of an audit, by name."""
-    names = default_choices(has_reference) if conditions is None else list(conditions)
+    if conditions is None:
+        conditions = default_choices(has_reference)
+    names = list(conditions)
     custom = custom or {}
     refuse_unknown("condition", names, list(CHOICES))
     reserved = sorted(set(custom) & {*CHOICES, LEARNED, ORACLE})
@@ -153,5 +155,6 @@ def choices(
             raise ValueError(f"the condition {name!r} needs a dense model: pass `reference`")
     if RANDOM not in names:
         raise ValueError(f"conditions must name {RANDOM!r}, which the verdict compares with, got {names}")
-    customized = {name: Choice("other", rank) for name, rank in custom.items()}
-    return {**{name: CHOICES[name] for name in names}, **customized}
+    chosen = {name: CHOICES[name] for name in names}
+    chosen |= {name: Choice("other", rank) for name, rank in custom.items()}
+    return chosen

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -163,7 +163,8 @@ class Contexts:
         learned = self._consulted(self._learned(batch, previous))
         if learned.reference is not None:
             labels[DIFFICULTY] = learned.reference.loss_B.tolist()
-        check_labels(labels, len(learned.images), None if previous is None else previous.labels)
+        labels_before = None if previous is None else previous.labels
+        check_labels(labels, len(learned.images), labels_before)
         check_shapes(token_kinds, learned.free)
         moved = self._moved(learned)
         outcomes = self._outcomes(learned)
@@ -197,8 +198,8 @@ class Contexts:
         """Return the outcomes of a batch as learned and with each choice, of which random ones are drawn anew."""
         outcomes = {LEARNED: [learned.outcome]}
         for name, choice in self.choices.items():
-            draws = range(self.config.draws if choice.family == "random" else 1)
-            outcomes[name] = [self._replaced(learned, choice, draw) for draw in draws]
+            draws = self.config.draws if choice.family == "random" else 1
+            outcomes[name] = [self._replaced(learned, choice, draw) for draw in range(draws)]
         return outcomes
 
     def _change(self, learned: _Learned, choice: Choice) -> Tensor:
@@ -211,9 +212,12 @@ class Contexts:
         if grid is None:
             return {}
         # The patches of two rolled passes are compared, so decisions must be on patches alone.
-        names = [name for name, free_BN in learned.free.items() if bool((free_BN.sum(1) == math.prod(grid)).all())]
+        patches = math.prod(grid)
+        names = [name for name, free_BN in learned.free.items() if bool((free_BN.sum(1) == patches).all())]
+        if not names:
+            return {}
         moved: dict[str, list[Mask]] = {}
-        for batch in rolled_twice(learned.batch, grid, learned.images) if names else []:
+        for batch in rolled_twice(learned.batch, grid, learned.images):
             _, routings, _ = self._decide(batch)
             for name in names:
                 kept = Mask.of(only_free(routings[name].keep_BN, learned.free[name]))
@@ -223,8 +227,12 @@ class Contexts:
     def _learned(self, batch: Any, previous: BatchRows | None) -> _Learned:
         """Evaluate a batch with the learned decisions, which the contexts of the batch start from."""
         outcome, routings, grid = self._decide(batch)
-        # By the pass before the audit, whose positions every context reads, or by the batch before.
-        known = self.positions.keys() or (routings.keys() if previous is None else previous.decisions.keys())
+        known: Collection[str] = routings.keys()
+        if self.positions:
+            # By the pass before the audit, whose positions every context reads.
+            known = self.positions.keys()
+        elif previous is not None:
+            known = previous.decisions.keys()
         if routings.keys() != known:
             raise ValueError(
                 f"batch {self.number} of {self.dataset!r} was decided by {', '.join(routings)}, and batches before by "
@@ -246,16 +254,18 @@ class Contexts:
         for name, routing in routings.items():
             keep_BF = only_free(routing.keep_BN, free[name])
             decided[name] = FreeDecision(keep_BF, only_free(routing.score_BN.float(), free[name]))
-            partners[name] = _partner(decided[name], None if previous is None else previous.decisions[name].last)
+            before = None if previous is None else previous.decisions[name].last
+            partners[name] = _partner(decided[name], before)
         return _Learned(batch, images, outcome, routings, free, wanted or grid, decided, partners)
 
     def _decide(self, batch: Any) -> tuple[Outcomes, dict[str, Routing], Grid | None]:
         """Run the model with its routers' decisions, and return outcome, decisions and the grid of patches."""
         for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim:
-                # A sum is not finite if any number is not.
-                sum_B = leaf.flatten(1).double().sum(1) if leaf.ndim > 1 else leaf
-                self._check_finite("the sum of the inputs", sum_B)
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.ndim:
+                continue
+            # A sum is not finite if any number is not.
+            sum_B = leaf.flatten(1).double().sum(1) if leaf.ndim > 1 else leaf
+            self._check_finite("the sum of the inputs", sum_B)
         routings: dict[str, Routing] = {}
 
         def record(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> None:
@@ -283,7 +293,9 @@ class Contexts:
     def _replaced(self, learned: _Learned, choice: Choice, draw: int = 0) -> Outcomes:
         """Run the model with the tokens that a choice ranks highest in place of the learned ones."""
         blocks = routed_blocks(self.model)
-        reference = {} if learned.reference is None else learned.reference.tokens
+        reference: Mapping[str, Mapping[str, Tensor]] = {}
+        if learned.reference is not None:
+            reference = learned.reference.tokens
 
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
             learned_routing = learned.routings[name]
@@ -331,7 +343,9 @@ class Contexts:
 def _partner(decided: FreeDecision, before: FreeDecision | None) -> FreeDecision:
     """Return the decision on the image before each image; the very first image takes that on the second."""
     if before is None:
-        before = decided.of(slice(1, 2) if len(decided.keep_BF) > 1 else slice(None))
+        # A single image has but itself.
+        second = slice(1, 2) if len(decided.keep_BF) > 1 else slice(None)
+        before = decided.of(second)
     keep_BF = before.keep_BF.to(decided.keep_BF.device)
     score_BF = before.score_BF.to(decided.score_BF.device)
     # Images of another size are refused by the choice that reads the partner.

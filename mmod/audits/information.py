@@ -176,13 +176,17 @@ def information_tables(information: Mapping[str, Mapping[str, Information]]) -> 
         rows: list[dict[str, object]] = []
         columns = {"decision": (f"{known} of a token", ""), "percent": ("% of the decision's entropy", ".1f")}
         for decision, entries in information.items():
-            if known in entries:
-                entry = entries[known]
-                columns |= {f"kept {kind}": (f"kept of {kind}", ".2f") for kind in entry.kept}
-                kept = {f"kept {kind}": share for kind, share in entry.kept.items()}
-                rows.append({"decision": decision, "percent": 100 * entry.share, **kept})
+            if known not in entries:
+                continue
+            entry = entries[known]
+            columns |= {f"kept {kind}": (f"kept of {kind}", ".2f") for kind in entry.kept}
+            kept = {f"kept {kind}": share for kind, share in entry.kept.items()}
+            rows.append({"decision": decision, "percent": 100 * entry.share, **kept})
         tables.append(table_of(columns, rows))
-    return [*tables[:-1], tables[-1]._replace(caption=_TOLD)] if tables else []
+    if tables:
+        # One caption for all of them.
+        tables[-1] = tables[-1]._replace(caption=_TOLD)
+    return tables
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,9 @@ def rolled_twice(batch: Any, grid: tuple[int, int], images: range) -> list[Any]:
     if math.prod(grid) < 2:
         return []
     rolled = [roll_patches(batch, shift_B2, grid) for shift_B2 in _shifts(images, grid)]
-    return [] if any(moved is None for moved in rolled) else rolled
+    if any(moved is None for moved in rolled):
+        return []
+    return rolled
 
 
 def _shifts(images: range, grid: tuple[int, int]) -> Tensor:

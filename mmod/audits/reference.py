@@ -43,9 +43,10 @@ def consult(
             entropies = stack.enter_context(token_entropy(model))
         loss_B = evaluated()
     # Of the last pass, if the evaluation runs the model several times.
+    entropy_BN = entropies[-1] if entropies else None
     values = {
         DENSE_ATTENTION: {name: capture.importance_BN for name, capture in captured.items()},
-        REFERENCE_ENTROPY: dict.fromkeys(learned, entropies[-1] if entropies else None),
+        REFERENCE_ENTROPY: dict.fromkeys(learned, entropy_BN),
     }
     tokens: dict[str, dict[str, Tensor]] = {}
     for condition in values.keys() & set(conditions):

@@ -88,7 +88,8 @@ def keep_best(
         open_BN = among_BN if left_BN is None else among_BN & left_BN
         order_BN = level_BN.masked_fill(~open_BN, -torch.inf).argsort(dim=1, descending=True, stable=True)
         position_BN = torch.empty_like(order_BN).scatter_(1, order_BN, ascending_BN)
-        keep_BN = keep_BN | (among_BN & (position_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
+        count_B1 = (kept_BN & among_BN).sum(dim=1, keepdim=True)
+        keep_BN = keep_BN | (among_BN & (position_BN < count_B1))
     slots = learned.kept.index_BK.shape[1]
     # The same trick: kept tokens first, in order.
     index_BK = (~keep_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :slots]

@@ -292,7 +292,9 @@ def finding_of(
         worth = "These images are too few to say whether its choice is better than random:"
     verdict = f"{_LEADS[kind]}: {why}. {worth} {gap:+.1f} points of accuracy over random tokens (95 % interval)."
     if explained is None:
-        return kind, f"{verdict} No fixed position was tried." if is_clear else verdict
+        if is_clear:
+            verdict += " No fixed position was tried."
+        return kind, verdict
     share = f"{100 * explained:.0f} % of that"
     if explained.high < 1:
         return kind, f"{verdict} On this data the best fixed position, {best!r}, reaches {share}."
@@ -307,10 +309,13 @@ def _kind_by(influence: Influence, *, is_clear: bool) -> VerdictKind:
     if influence.images < _FEW:
         return "inconclusive"
     if max(content.low, position.low) <= 0 or max(content.value, position.value) < _NONE:
-        is_neither = max(content.high, position.high) < 2 * _NONE and not is_clear
-        return "no better than random" if is_neither else "inconclusive"
+        if max(content.high, position.high) < 2 * _NONE and not is_clear:
+            return "no better than random"
+        return "inconclusive"
     if share.value < _BOTH[0] and share.high < _HALF:
         return "content"
     if share.value > _BOTH[1] and share.low > _HALF:
         return "position"
-    return "both" if min(content.low, position.low) > 0 else "inconclusive"
+    if min(content.low, position.low) > 0:
+        return "both"
+    return "inconclusive"

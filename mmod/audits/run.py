@@ -76,18 +76,24 @@ def audit(
     config = config or AuditConfig()
     compared = comparisons or Comparisons()
     check_set("batches", batches)
-    positions_from = batches if compared.positions_from is None else compared.positions_from
+    positions_from = compared.positions_from
+    if positions_from is None:
+        positions_from = batches
     by_name = choices(config.conditions, compared.custom, has_reference=compared.reference is not None)
     routed = list(routed_blocks(model))
     contexts = Contexts(model, evaluate, config, compared, by_name)
     with in_mode(False, *contexts.models.values()):
+        kept = None
         identity = {}
-        # Models and custom conditions are known by the losses of the first batch.
-        first = [] if store is None else [_labelled(batch).batch for batch in islice(batches, 1)]
+        first = []
+        if store is not None:
+            kept = Store(store)
+            # Models and custom conditions are known by the losses of the first batch.
+            first = [_labelled(batch).batch for batch in islice(batches, 1)]
         for batch in first:
             identity = _identity(contexts, batch)
 
-        read = partial(_read, store=None if store is None else Store(store), identity=identity, shown=progress)
+        read = partial(_read, store=kept, identity=identity, shown=progress)
         # The first pass, of which "mean mask" takes the positions that are kept most often.
         decided = read(dataclasses.replace(contexts, choices={}), Contexts.rows, "positions", positions_from)
         contexts = dataclasses.replace(contexts, positions=position_counts(list(decided)))
@@ -109,7 +115,8 @@ def _changed(batches: Iterable[Any], audited: Sequence[BatchRows], shift: ImageS
     for batch, rows in zip(batches, audited):
         inputs = _labelled(batch).batch
         # Also those that torch takes for leaves, as what a processor returns.
-        inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        if isinstance(inputs, Mapping):
+            inputs = dict(inputs)
 
         # Bound as a default, because a closure would see the last value of the loop.
         def change(images: Tensor, numbers: range = rows.images) -> Tensor:
@@ -178,7 +185,9 @@ def _labelled(batch: Any) -> LabelledBatch:
 
 def _labels(group: str, labels: object) -> list[str] | list[float]:
     """Return the labels of samples as plain values, which a store can hold."""
-    plain: Any = labels.tolist() if isinstance(labels, (Tensor, np.ndarray)) else labels
+    plain: Any = labels
+    if isinstance(plain, (Tensor, np.ndarray)):
+        plain = plain.tolist()
     if isinstance(plain, (list, tuple)):
         plain = [label.item() if isinstance(label, (Tensor, np.generic)) else label for label in plain]
     check_value(f"strata of a LabelledBatch: {group}", plain, list[str] | list[float])

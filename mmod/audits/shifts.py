@@ -36,14 +36,20 @@ def changed_images(batch: Any, images: int, change: Callable[[Tensor], Tensor | 
     def move(value: object) -> Any:
         nonlocal is_changed
         # Images alone: labels, masks and ids go with no place.
-        if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point() or len(value) != images:
+        if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():
+            return value
+        if len(value) != images:
             return value
         changed = change(value)
-        is_changed = is_changed or changed is not None
-        return value if changed is None else changed
+        if changed is None:
+            return value
+        is_changed = True
+        return changed
 
     moved = tree_map(move, batch)
-    return moved if is_changed else None
+    if not is_changed:
+        return None
+    return moved
 
 
 def _noise(x_BCHW: Tensor, images: range) -> Tensor:

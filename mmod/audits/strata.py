@@ -77,8 +77,10 @@ def members_of(parts: Sequence[Labels]) -> Members:
             thirds = np.searchsorted(np.quantile(numbers, (1 / 3, 2 / 3)), numbers)
             names = np.asarray(_THIRDS)[thirds]
         strata = set(names.tolist())
-        # Thirds in their own order, which is not that of the alphabet.
-        order = sorted(strata, key=_THIRDS.index if strata <= set(_THIRDS) else None)
+        order = sorted(strata)
+        if strata <= set(_THIRDS):
+            # In their own order, which is not that of the alphabet.
+            order = sorted(strata, key=_THIRDS.index)
         if len(order) > 1:
             members.update({(group, name): names == name for name in order})
     return members

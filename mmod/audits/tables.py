@@ -58,7 +58,8 @@ class TokenKinds:
         # The names alone in order of the alphabet; `return_inverse` gives each token the number of its name.
         names, kinds = np.unique(np.asarray(name_BN, dtype=str), return_inverse=True)
         kind_BN = torch.from_numpy(kinds).view(np.shape(name_BN))
-        return cls(names.tolist(), kind_BN.to(torch.uint8 if len(names) <= _BYTE else torch.int64))
+        dtype = torch.uint8 if len(names) <= _BYTE else torch.int64
+        return cls(names.tolist(), kind_BN.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ def joined(parts: Sequence[Mapping[Name, Tensor]]) -> dict[Name, Tensor]:
 
 def row_on(of_set: str | None, name: str) -> str:
     """Return the name of a model on another set among the candidates of a table; its own on the audited set, None."""
-    return name if of_set is None else f"sets.{of_set}.{name}"
+    if of_set is None:
+        return name
+    return f"sets.{of_set}.{name}"
 
 
 def baseline_row(name: str) -> str:
