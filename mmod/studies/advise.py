@@ -64,8 +64,10 @@ def main(arguments: Sequence[str]) -> None:
         model, batches, is_right, at_size, pixel_limits, note = read_prompts(options)
     folder = Path(options.output or _folder_of(options))
     is_folder = Path(options.model).is_dir()
-    # Language models of the hub, which `open_model` would take for those of timm.
-    of_hub = options.prompts is not None and not is_folder and ":" not in options.model
+    spec = options.model
+    if options.prompts is not None and not is_folder and ":" not in spec:
+        # Of the hub; `open_model` would take it for a name of timm.
+        spec = f"transformers:{spec}"
     advice = advise(
         model.to(choose_device(options.device)),
         batches,
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
         note=note,
         title=f"Advice for {options.model}",
         opening=opening_line(
-            f"transformers:{options.model}" if of_hub else options.model,
+            spec,
             checkpoint=options.checkpoint,
             pretrained=None if options.pretrained else False,
             image_size=options.image_size,
@@ -122,8 +124,9 @@ def _run_of(options: argparse.Namespace) -> str:
     if run is None or options.checkpoint is not None:
         return "RUN"
     config = read_yaml(run / RUN_CONFIG)
-    is_dense = config.get("routing") is None and not config.get("methods")
-    return str(run) if is_dense else "RUN"
+    if config.get("routing") is not None or config.get("methods"):
+        return "RUN"
+    return str(run)
 
 
 # Options besides the samples that another question of the same model differs in.
@@ -136,8 +139,11 @@ def _folder_of(options: argparse.Namespace) -> str:
     usual = _parser()
     for name in _ASKED:
         value = getattr(options, name)
-        if value != usual.get_default(name):
-            words.append(f"{name}-{'-'.join(map(str, value)) if isinstance(value, list) else value}")
+        if value == usual.get_default(name):
+            continue
+        if isinstance(value, list):
+            value = "-".join(map(str, value))
+        words.append(f"{name}-{value}")
     return f"runs/advise/{folder_name(options.model)}/{'-'.join(map(folder_name, words))}"
 
 

@@ -47,10 +47,14 @@ def open_advised(
     if name.startswith(OPEN_CLIP) and measure is not None:
         # Before weights, which may come from a hub.
         one_of("--measure of a model of open_clip", measure, ("features",))
+    kind = "image"
     run = find_run(name)
-    kind = "image" if run is None else read_yaml(run / RUN_CONFIG).get("kind", "image")
+    if run is not None:
+        kind = read_yaml(run / RUN_CONFIG).get("kind", kind)
     if kind not in ("image", "pairs"):
-        advice = "give its prompts by --prompts FILE" if kind == "chat" else "use mmod.search_plan"
+        advice = "use mmod.search_plan"
+        if kind == "chat":
+            advice = "give its prompts by --prompts FILE"
         raise ValueError(f"{name!r} is a run of kind {kind!r}, whose model reads text: {advice}")
     opened = open_model(
         name,
@@ -89,14 +93,21 @@ def _take_off_head(model: Any, name: str, measure: str | None) -> None:
         return
     library = find_library(model)
     classes = image_facts(model).classes
-    measures = ["top1"] if classes else ["features"]
     if library == "timm":
         # Whose head can be taken off.
-        measures = [*measures, "features", "patches"] if classes else ["features", "patches"]
+        measures = ["features", "patches"]
+        if classes:
+            measures = ["top1", *measures]
+    else:
+        measures = ["top1"] if classes else ["features"]
     one_of(f"--measure of {name!r}, which has {classes or 'no'} classes,", measure, measures)
-    if library == "timm" and measure != "top1":
+    if library != "timm" or measure == "top1":
+        return
+    if measure == "patches":
         # Without pooling, the model returns the features of each patch.
-        model.reset_classifier(0, *([""] if measure == "patches" else []))
+        model.reset_classifier(0, "")
+    else:
+        model.reset_classifier(0)
 
 
 class ReadPrompts(NamedTuple):
@@ -184,8 +195,9 @@ def read_images(
     The images come with labels (N,) where the model knows the folders' names, or else where there are as many folders
     as classes of the model.
     """
-    named = opened.classes
-    names = None if named is None else ModelClasses(named, "the model", required=False)
+    names = None
+    if opened.classes is not None:
+        names = ModelClasses(opened.classes, "the model", required=False)
     source = FolderSource(folder, "", train_split="", model=names, labelled=False)
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
     # Folders stand in order of their classes, so that the first images would be those of one.
@@ -207,8 +219,9 @@ def read_images(
         notes.append(f"Labels are not used: some images are in no class folder, beside {some_names(source.names)}.")
         return images, " ".join(notes)
     if classes > 1 and known and source.classes is not None and source.classes.given:
-        notes.append("" if source.classes.is_plain else f"{source.classes}.")
-        return (images, labels), " ".join(filter(None, notes))
+        if not source.classes.is_plain:
+            notes.append(f"{source.classes}.")
+        return (images, labels), " ".join(notes)
     if classes > 1 and classes == known and not opened.is_run:
         return (images, labels), " ".join(notes)
     if classes > 1 and known:

@@ -50,7 +50,9 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
     """Return what a study compares, by the training configs of the dense model and of fine-tuning it."""
     candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune is True), *config.routed()]
     # As long as a fine-tuned model has been trained in all.
-    epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
+    epochs = dense.epochs or 0
+    if config.tune:
+        epochs += tuned.epochs or 0
     candidates += baselines_of(config, epochs)
     left_out: Mapping[str, str] = {}
     if config.budgets_are_shares:
@@ -64,6 +66,12 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
+    notes = []
+    if not config.train_dense:
+        notes += unfinished(dense.model.checkpoint)
+    notes += [f"Left out: {name}: {reason}" for name, reason in left_out.items()]
+    notes += told_of_controls(candidates, {*config.routers} - {*config.controls})
+    notes += _numbers(config, candidates)
     comparison = Comparison(
         candidates=candidates,
         dense=dense,
@@ -72,12 +80,7 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
         seeds=config.seeds,
         train_dense=config.train_dense,
         bases=config.bases,
-        notes=[
-            *([] if config.train_dense else unfinished(dense.model.checkpoint)),
-            *(f"Left out: {name}: {reason}" for name, reason in left_out.items()),
-            *told_of_controls(candidates, {*config.routers} - {*config.controls}),
-            *_numbers(config, candidates),
-        ],
+        notes=notes,
         keys=("changes", "finetune"),
     )
     if config.seeds > 1 and not comparison.trains:
@@ -122,7 +125,9 @@ def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
     if path is None:
         return changes
     check_value(f"dense.{BASE_KEY}", path, str)
-    file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
+    file = Path(path, RUN_CONFIG)
+    if not file.is_file():
+        file = Path(path)
     fields = read_yaml(str(file))
     kinds = (kind,)
     check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)
@@ -210,11 +215,14 @@ def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
         return None
     # Teachers and frozen weights are refused of a model from scratch, which a fine-tuned one is not: the dense model's
     # folder stands for the weights to come.
-    run_config: Any = run_config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output))
+    checkpoint = None if candidate.from_scratch else dense.output
+    run_config: Any = run_config_of(candidate, dense.started_from(checkpoint))
     try:
         counted = sketch(kind_of(run_config))
+        if by_data(counted):
+            return None
         image = torch.empty(1, *run_config.image_shape, device="meta")
-        return None if by_data(counted) else pass_flops(counted, {"image": image})
+        return pass_flops(counted, {"image": image})
     # Hosts refuse sizes of images by assertions.
     except (ValueError, AssertionError) as error:
         raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
@@ -341,5 +349,6 @@ def _numbers(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
     text = "Numbers in names are capacities: shares of the tokens that routed blocks keep, and not of FLOPs"
     if any("search" in fields for fields in routed):
         text += "; of searches, their budgets"
-    is_matched = numbered & {*config.baselines_by_series}
-    return [f"{text}; of baselines, those of the routed models that they are matched to" if is_matched else text]
+    if numbered & {*config.baselines_by_series}:
+        text += "; of baselines, those of the routed models that they are matched to"
+    return [text]

@@ -241,8 +241,10 @@ class StudyConfig(Checked):
         plain = self._candidate(series, budget, fields)
         if "search" in fields:
             refuse_unknown(f"field beside routers.{series}.search", fields, ("search", "budgets", *RUN_FIELDS))
+            options = fields["search"]
             # A series without a budget says it among the options.
-            options = fields["search"] if budget is None else {**fields["search"], "budget": budget}
+            if budget is not None:
+                options = {**options, "budget": budget}
             return dataclasses.replace(plain, search=from_plain(PlanOptions, options, f"routers.{series}.search"))
         routing = self.routing_at({key: value for key, value in fields.items() if key not in RUN_FIELDS}, capacity)
         return dataclasses.replace(plain, routing=routing)
@@ -289,7 +291,9 @@ class StudyConfig(Checked):
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return a run's `routing` from that of a series and a capacity, None for its own."""
-        return dict(fields) if capacity is None else {**fields, "capacity": capacity}
+        if capacity is None:
+            return dict(fields)
+        return {**fields, "capacity": capacity}
 
     def check_named(self, series: str, routing: Mapping[str, object]) -> None:
         """Raise a ValueError if a series is named after a preset and its routing decides in another way.
@@ -348,7 +352,9 @@ class StudyConfig(Checked):
         if isinstance(base, str) and not Path(base, RUN_CONFIG).is_file():
             existing_config(base, "run or config file")
         model = dense.get("model")
-        checkpoint = model.get("checkpoint") if isinstance(model, Mapping) else None
+        if not isinstance(model, Mapping):
+            return
+        checkpoint = model.get("checkpoint")
         if isinstance(checkpoint, str) and not cls.opens_names:
             with naming_dense():
                 find_weights(checkpoint)
@@ -419,8 +425,9 @@ def _name_of(dense: str | Mapping[str, Any]) -> str:
     if BASE_KEY in dense:
         return _name_of(str(dense[BASE_KEY]))
     model = dense.get("model")
-    named = [model.get("checkpoint"), model.get("name")] if isinstance(model, Mapping) else []
-    return next((str(name) for name in named if name), "dense")
+    if not isinstance(model, Mapping):
+        return "dense"
+    return str(model.get("checkpoint") or model.get("name") or "dense")
 
 
 def refuse_set_by_study(what: str, changes: Mapping[str, object], *more: str) -> None:

@@ -86,7 +86,10 @@ def classify_images(features: Sequence[Features], evaluation: FeaturesEvaluation
     labels = torch.cat([split.label_N for split in features]).numpy()
     numbers = np.arange(len(labels))
     first = len(labels) - len(features[-1].label_N)
-    splits = [(numbers[:first], numbers[first:])] if first else split_by_class(labels, evaluation.folds)
+    if first:
+        splits = [(numbers[:first], numbers[first:])]
+    else:
+        splits = split_by_class(labels, evaluation.folds)
     return {
         "knn": nearest_neighbours(x_ND, labels, splits, evaluation.neighbours),
         "linear": linear_probe(x_ND, labels, splits, evaluation.strengths),
@@ -150,12 +153,16 @@ class FeaturesStudy(ImageStudy):
     @property
     def columns(self) -> Sequence[str]:  # type: ignore[override]
         """Names of the table's columns."""
-        return _COLUMNS_OF_PATCHES if self.evaluation.feature == "patches" else _COLUMNS
+        if self.evaluation.feature == "patches":
+            return _COLUMNS_OF_PATCHES
+        return _COLUMNS
 
     @property
     def _figures(self) -> list[str]:
         """The figures by which features are evaluated."""
-        return ["mean_iou"] if self.evaluation.feature == "patches" else ["knn", "linear"]
+        if self.evaluation.feature == "patches":
+            return ["mean_iou"]
+        return ["knn", "linear"]
 
     def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
         """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
@@ -166,7 +173,8 @@ class FeaturesStudy(ImageStudy):
                 score = self.evaluation.score
                 start = _probe(self, measurer.store, run.start)
                 further[BEFORE] = start.figures[score]
-                outcomes = {BEFORE: start.outcomes[score]} if score in start.outcomes else {}
+                if score in start.outcomes:
+                    outcomes = {BEFORE: start.outcomes[score]}
             further["top1"] = fit(run.training, callback, measurer.store).best.top1
         classifier = self._classifier_of(run)
         rows = _probe(self, measurer.store, run.final, measurer.load, callback, classifier)
@@ -242,9 +250,8 @@ def _probe(
         "strengths": study.evaluation.strengths,
         "folds": study.evaluation.folds,
     }
-    return measured_once(
-        store, identity, functools.partial(_evaluate, study, kind, load, callback, features, dense is not None)
-    )
+    measure = functools.partial(_evaluate, study, kind, load, callback, features, dense is not None)
+    return measured_once(store, identity, measure)
 
 
 def _evaluate(
@@ -285,9 +292,13 @@ def _evaluate(
     blocks = list(routed_blocks(model)) if is_routed(model) else []
     # Of the tested split, which comes last.
     kept = dict(zip(blocks, features[-1].kept_NL.mean(0).tolist()))
-    outcomes = (classify_patches if evaluation.feature == "patches" else classify_images)(features, evaluation)
+    classify = classify_patches if evaluation.feature == "patches" else classify_images
+    outcomes = classify(features, evaluation)
     images = len(next(iter(outcomes.values())))
-    mean_kept = sum(kept.values()) / len(kept) if kept else 1.0
+    # A dense model keeps all.
+    mean_kept = 1.0
+    if kept:
+        mean_kept = sum(kept.values()) / len(kept)
     skipped = sum(len(stream.report.faults) for stream in streams.values())
     return Measured({**figures_of(outcomes, images), "kept": mean_kept}, kept, images, skipped, outcomes)
 

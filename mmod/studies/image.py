@@ -220,19 +220,23 @@ class ImageStudy(StudyKind):
             # Stars and mark are of the same batches, which need not be the largest.
             used = None if guessing else next(one.used for one in found if one.where == batches)
             at_random = {name for name, run in runs.items() if run.candidate.at_random}
-            rows = _starred(rows, score, at_random, None if used is None else used.name)
+            name_of_used = None if used is None else used.name
+            rows = _starred(rows, score, at_random, name_of_used)
             summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
             told = told._replace(rows=rows, summary=summary)
             front = f"For {batches}, models with * {ON_FRONT}"
-            parts.append(front if used is None else f"{front} {BY_INTERVALS}")
+            if used is not None:
+                front += f" {BY_INTERVALS}"
+            parts.append(front)
         parts += [*filter(None, [note]), *facts["images"]]
-        limits = [_UNTRAINED if not is_repeated else _TRAINED]
+        limits = [_TRAINED if is_repeated else _UNTRAINED]
         if any(run.candidate.image_size is not None for run in runs.values()):
             limits.append(_RESIZED)
         if comparison.train is not None and not comparison.tunes_dense:
             limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
         if not has_intervals or (is_by_sample and not note):
-            limits.append(_of_chance(table.runs[DENSE][0], score, to_dense if is_by_sample else []))
+            by_sample = to_dense if is_by_sample else []
+            limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
         limits += guessing
         if not comparison.train_dense:
             limits.append("All models start from one dense model; another may rank them differently.")
@@ -243,8 +247,10 @@ class ImageStudy(StudyKind):
 
     def began_by_chance(self, table: Table) -> bool:
         """Return whether the dense model guessed before it was fine-tuned: no training can have done harm then."""
-        is_tuned = BEFORE in table.runs[DENSE][0].figures
-        return bool(self._chance(table, BEFORE if is_tuned else self.evaluation.score))
+        figure = self.evaluation.score
+        if BEFORE in table.runs[DENSE][0].figures:
+            figure = BEFORE
+        return bool(self._chance(table, figure))
 
     def _chance(self, table: Table, figure: str) -> list[str]:
         """Say that the dense model is hardly better than chance, if it is by a figure: nothing can be lost then."""
@@ -263,8 +269,10 @@ class ImageStudy(StudyKind):
     def code(self, candidates: Sequence[Candidate]) -> list[str]:
         """Return a block of the lines of Python, and one of the keys of a training config, that apply models."""
         by_label = {one.label: (self._python(one), self._keys(one)) for one in candidates}
-        is_resized = any(one.image_size is not None for one in candidates)
-        return shown_code(by_label, self._opening, _KEYS_OF_SIZE if is_resized else "")
+        difference = ""
+        if any(one.image_size is not None for one in candidates):
+            difference = _KEYS_OF_SIZE
+        return shown_code(by_label, self._opening, difference)
 
     @property
     def _opening(self) -> str:
@@ -284,13 +292,16 @@ class ImageStudy(StudyKind):
         if self.comparison.is_trained(candidate):
             # Its weights are no longer the dense ones, so that no line on these makes it.
             return f"model = mmod.open_model({str(self.comparison.folder_of(candidate.name, seed=0))!r}).model"
-        side = candidate.image_size
-        resize = [] if side is None else [{"kind": "resize", "size": side}]
-        resized = dataclasses.replace(candidate, image_size=None, methods=(*resize, *candidate.methods))
+        methods = candidate.methods
+        if candidate.image_size is not None:
+            methods = ({"kind": "resize", "size": candidate.image_size}, *methods)
+        resized = dataclasses.replace(candidate, image_size=None, methods=methods)
         return resized.code(TrainConfig.part, is_only=True)
 
     def _keys(self, candidate: Candidate) -> str:
-        size = {} if candidate.image_size is None else self.dense.keys_of_size(candidate.image_size)
+        size = {}
+        if candidate.image_size is not None:
+            size = self.dense.keys_of_size(candidate.image_size)
         changes = merged(candidate.changes, size)
         keys = ""
         if changes:
@@ -368,8 +379,10 @@ def _caption(run_config: TrainConfig, model: nn.Module) -> str:
         return images
     sample = sample_images(run_config, _MEASURED)
     report = redundancy(whole_patches(sample, patch[0]), patch[0])
-    # Advice takes images at equal distances.
-    drawn = "; another sample, such as that of advice, differs by a few %" if len(sample) == _MEASURED else ""
+    drawn = ""
+    if len(sample) == _MEASURED:
+        # Advice takes images at equal distances.
+        drawn = "; another sample, such as that of advice, differs by a few %"
     return f"{images}; {report}{drawn}."
 
 
@@ -381,12 +394,17 @@ def _starred(rows: Lines, score: str, at_random: Container[str], used: str | Non
         used: The model that the text says to use, which is marked too.
     """
     advised = [row for row in rows if row["name"] not in at_random]
-    front = shown_front({row["name"]: row["speedup"] for row in advised}, {row["name"]: row[score] for row in advised})
+    speedups = {row["name"]: row["speedup"] for row in advised}
+    scores = {row["name"]: row[score] for row in advised}
+    front = shown_front(speedups, scores)
     starred = []
     for row in rows:
-        name = row["name"]
-        marks = ["*" if name in front else "", USE if name == used else ""]
-        starred.append({**row, "front": " ".join(filter(None, marks))})
+        marks = []
+        if row["name"] in front:
+            marks.append("*")
+        if row["name"] == used:
+            marks.append(USE)
+        starred.append({**row, "front": " ".join(marks)})
     return starred
 
 

@@ -292,9 +292,12 @@ def epochs_of(run: Run, before: float | None) -> str:
     base = "" if before is None else f"{before:g} "
     if not run.is_trained:
         return base.strip()
+    shown = f"{base}+ {epochs}"
     # Of conversations, which parts of the model train.
     trained = getattr(run.training, "trained", None)
-    return f"{base}+ {epochs}" + ("" if trained is None else f" ({trained})")
+    if trained is not None:
+        shown += f" ({trained})"
+    return shown
 
 
 def named_columns(names: Sequence[str]) -> dict[str, Column]:
@@ -319,7 +322,9 @@ def significance(table: Table, score: str, names: Sequence[str]) -> str:
     is_by_sample = paired_by_sample(table, score, names)
     if seeds < 2 and not is_by_sample:
         return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
-    paired = f"{evaluated(table, names[0]):,} samples" if is_by_sample else f"{seeds} seeds"
+    paired = f"{seeds} seeds"
+    if is_by_sample:
+        paired = f"{evaluated(table, names[0]):,} samples"
     groups = close_groups(table, score, names)
     text = "; ".join(listed(group, most=6) for group in groups[:_GROUPS])
     further = ""
@@ -341,7 +346,8 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     # The dense one, by which all are measured, counts most.
     fallen.sort(key=lambda name: (name != DENSE, tuned[name].value))
     told = "; ".join(f"{name} ({tuned[name]:+.1f} points)" for name in fallen[:_GROUPS])
-    told += f"; and {len(fallen) - _GROUPS} more" if len(fallen) > _GROUPS else ""
+    if len(fallen) > _GROUPS:
+        told += f"; and {len(fallen) - _GROUPS} more"
     return [
         f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell by more than {100 * TOLERANCE:g} "
         f"points or beyond their 95 % intervals: {told}. A lower rate in `finetune`, or more steps, may do less."

@@ -54,8 +54,10 @@ class Run(Job):
     plans: Path = Path()
 
     def __str__(self) -> str:
+        if self.is_trained:
+            return super().__str__()
         # Of a model that is evaluated as it is, no seed draws anything.
-        return super().__str__() if self.is_trained else self.name
+        return self.name
 
     @property
     def start(self) -> Kind:
@@ -65,7 +67,9 @@ class Run(Job):
     @property
     def final(self) -> Kind:
         """The kind that makes the run's final model, which is that of its start where nothing is trained."""
-        return kind_of(self.training.finished(self.training.output)) if self.is_trained else self.start
+        if not self.is_trained:
+            return self.start
+        return kind_of(self.training.finished(self.training.output))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,8 @@ class Comparison:
     def runs(self) -> list[Run]:
         """Return the runs in the order they must be done."""
         runs = []
-        for seed in range(self.seeds if self.trains else 1):
+        seeds = self.seeds if self.trains else 1
+        for seed in range(seeds):
             runs += self._runs_of(seed)
         return runs
 
@@ -124,7 +129,9 @@ class Comparison:
         if base is None:
             return [self._run_from(candidate, seed, None) for candidate in self.candidates]
         others = [candidate for candidate in self.candidates if candidate.name != base.name]
-        return [base, *(self._run_from(candidate, seed, base if base.is_trained else None) for candidate in others)]
+        # A model that is evaluated alone leaves no folder to start from.
+        start = base if base.is_trained else None
+        return [base, *(self._run_from(candidate, seed, start) for candidate in others)]
 
     @property
     def folder(self) -> Path:
@@ -143,8 +150,10 @@ class Comparison:
             if not self.train_dense:
                 return None
             dense = Candidate(BASE)
-        # In a comparison that tunes its dense model, the one that all start from has this name.
-        folder = Path(self.bases, f"seed{seed}", BASE) if self.bases else self.folder_of(dense.name, seed)
+        folder = self.folder_of(dense.name, seed)
+        if self.bases:
+            # In a comparison that tunes its dense model, the one that all start from has this name.
+            folder = Path(self.bases, f"seed{seed}", BASE)
         run_config = dataclasses.replace(self.dense, output=str(folder), seed=seed)
         # It starts from what its config says, like a model from scratch.
         return _run(dataclasses.replace(dense, from_scratch=True), run_config, self.train_dense)
@@ -201,7 +210,9 @@ def run_config_of(candidate: Candidate, start: Config) -> Config:
 
 def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool) -> Run:
     # In any unit that the runs of a comparison share.
-    work = float(run_config.epochs or 1) if is_trained else _EVALUATION
+    work = _EVALUATION
+    if is_trained:
+        work = float(run_config.epochs or 1)
     return Run(
         name=candidate.name,
         seed=run_config.seed,
