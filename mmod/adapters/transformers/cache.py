@@ -64,7 +64,10 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         self.slot_T = slot_T
         self.position_BL = self.joined(with_empty_slots(position_BK, valid_BK))
         self.implicit = 0
-        self.kept_B1 = self.kept_B1 + (position_BK.shape[1] if valid_BK is None else valid_BK.sum(1, keepdim=True))
+        if valid_BK is None:
+            self.kept_B1 = self.kept_B1 + position_BK.shape[1]
+        else:
+            self.kept_B1 = self.kept_B1 + valid_BK.sum(1, keepdim=True)
         self.ragged = self.ragged or valid_BK is not None
         self.length += tokens
 
@@ -104,7 +107,9 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
             self.update(*samples, *args, **kwargs)
             return key_states, value_states
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        announced = self.implicit + (0 if self.position_BL is None else self.position_BL.shape[1])
+        announced = self.implicit
+        if self.position_BL is not None:
+            announced += self.position_BL.shape[1]
         # Keys without positions would be masked as other tokens are.
         if keys.shape[2] != announced:
             raise RuntimeError(f"a routed layer's cache expected {announced} tokens, got {keys.shape[2]}")
@@ -148,7 +153,9 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
 
     def get_max_length(self) -> int:
         """Return the number of tokens visible to a query, -1 for all."""
-        return -1 if self.sliding_window is None else self.sliding_window
+        if self.sliding_window is None:
+            return -1
+        return self.sliding_window
 
     def activate_past_recording(self) -> None:
         """Keep tokens outside the sliding window until `crop`."""

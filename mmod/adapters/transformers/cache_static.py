@@ -100,7 +100,9 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
             key_states = _ordered(key_states, order_BK)
             value_states = _ordered(value_states, order_BK)
         self._write(position_BK, key_states, value_states)
-        return (self.keys, self.values) if attended is None else attended
+        if attended is None:
+            return self.keys, self.values
+        return attended
 
     def _count(self, position_BK: Tensor, tokens: int) -> None:
         """Count the tokens of a step; allocate slots in the first step."""
@@ -176,9 +178,13 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
     def _select_samples(self, select: Callable[[Tensor], Tensor]) -> None:
         for name in self._by_sample:
             tensor: object = getattr(self, name)
-            if isinstance(tensor, Tensor):
-                selected = select(tensor)
-                setattr(self, name, tensor.copy_(selected) if selected.shape == tensor.shape else selected)
+            if not isinstance(tensor, Tensor):
+                continue
+            selected = select(tensor)
+            # In place where it fits: a graph knows the cache by its memory.
+            if selected.shape == tensor.shape:
+                selected = tensor.copy_(selected)
+            setattr(self, name, selected)
 
 
 class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):

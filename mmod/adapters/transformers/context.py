@@ -34,7 +34,10 @@ class KeepingCache:
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, N, E) of new tokens; return those of all tokens."""
         if self.kept is None:
-            self.kept = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
+            if self.cache is None:
+                self.kept = (keys, values)
+            else:
+                self.kept = self.cache.update(keys, values, *args, **kwargs)
         # Attention and MLP of all tokens would follow, and nobody reads them.
         if self.ends:
             raise Captured

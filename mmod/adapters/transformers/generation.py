@@ -75,9 +75,14 @@ class GeneratedFrom:
         """
         for name, given in self.given.items():
             passed: Tensor | None = arguments.get(name)
+            if passed is None:
+                continue
             # A prompt of only the new tokens begins behind cached ones, as behind a prefix that peft tuned.
-            for start in (0, past) if self._start is None else (self._start,):
-                copies = 0 if passed is None or past < start else _copies(given[:, past - start :], passed)
+            starts = (0, past) if self._start is None else (self._start,)
+            for start in starts:
+                if past < start:
+                    continue
+                copies = _copies(given[:, past - start :], passed)
                 if copies:
                     self._start = start
                     return PromptPart(self, past - start, copies)
@@ -90,8 +95,9 @@ def _copies(given: Tensor, passed: Tensor) -> int:
     # Beams and several sequences of one prompt are consecutive samples.
     copies = passed.shape[0] // given.shape[0]
     expected = given.repeat_interleave(copies, dim=0).to(passed)
-    is_given = given.shape[1] > 0 and torch.equal(expected, passed[:, : given.shape[1]])
-    return copies if is_given else 0
+    if not given.shape[1] or not torch.equal(expected, passed[:, : given.shape[1]]):
+        return 0
+    return copies
 
 
 @dataclass

@@ -86,7 +86,9 @@ class Inputs(NamedTuple):
     def described(self, kind_BN: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return kinds and packed samples of the rows that `layout` describes: the first copy of each sample."""
         segment_BN = self.structure.segment_BN
-        return kind_BN[:: self.copies], None if segment_BN is None else segment_BN[:: self.copies]
+        if segment_BN is not None:
+            segment_BN = segment_BN[:: self.copies]
+        return kind_BN[:: self.copies], segment_BN
 
     def copied(self, value_BN: Tensor) -> Tensor:
         """Return values of such rows for all of their copies."""
@@ -172,7 +174,8 @@ class GroupReader:
             outermost: No module around the hooked one takes labels; modules inside may get others, or none.
         """
         # Labels that no model inside has read are forgotten, as after an error.
-        return ModelHook(functools.partial(self.keep_labels, outermost), self.drop_labels if outermost else None)
+        drop = self.drop_labels if outermost else None
+        return ModelHook(functools.partial(self.keep_labels, outermost), drop)
 
     def keep_labels(self, outermost: bool, module: nn.Module, arguments: Arguments) -> None:
         """Keep the labels of a call."""
@@ -249,8 +252,10 @@ class GroupReader:
                 "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
                 ": pass one sample per row, or choose importance='per_viewer'"
             )
+        part = None
         prompt = self.running.value.prompt
-        part = None if decodes or prompt is None else prompt.part(arguments, int(past))
+        if prompt is not None and not decodes:
+            part = prompt.part(arguments, int(past))
         layout = arguments
         copies = 1
         # `generate` may keep the description of frames from the layers, if it computes the features of images before.
@@ -263,10 +268,10 @@ class GroupReader:
         """Step 2: find the tokens that may be skipped, by modality (B, N); 0 are others."""
         if self.tokens == "all":
             return inputs.structure.valid_BN.long()
-        prompt_BN = None if inputs.part is None else inputs.part.prompt.kind_BN
-        if image_BN is not None or inputs.part is None or prompt_BN is None:
+        part = inputs.part
+        if image_BN is not None or part is None or part.prompt.kind_BN is None:
             return self.images.kinds(inputs.module, inputs.arguments, image_BN)
-        return inputs.part.cut(prompt_BN, inputs.structure.valid_BN.shape[1], 0)
+        return part.cut(part.prompt.kind_BN, inputs.structure.valid_BN.shape[1], 0)
 
     def _frames(self, inputs: Inputs, kind_BN: Tensor) -> Frames | None:
         """Step 3: find the boundaries of frames; None where tokens are not chosen frame by frame."""
@@ -386,7 +391,8 @@ class GroupReader:
             if groups.skips or (goes_on and cached):
                 problem = "importance needs the attention of all queries of the prompt"
         elif groups.skips and frames is not None:
-            problem = "" if frames.complete else "the first one may belong to a partly cached frame"
+            if not frames.complete:
+                problem = "the first one may belong to a partly cached frame"
         elif groups.skips and cached:
             problem = "top-k over the image tokens of a sample cannot be split over calls"
             advice = f"{advice}, or frame by frame with tokens='span'"
@@ -427,7 +433,9 @@ class GroupReader:
         if alone and decodes and not self.config.decides_alone(self.text.training):
             refuse_training_mode("routing")
         if not alone:
-            images = ", or with tokens='image'" if self.images.ids else ""
+            images = ""
+            if self.images.ids:
+                images = ", or with tokens='image'"
             raise ValueError(
                 "text cannot be generated: text tokens may be skipped, and the choice depends on future tokens. Route "
                 "by a score that learns, such as router='linear', with select='threshold' or with inference_threshold "

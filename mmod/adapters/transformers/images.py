@@ -189,8 +189,12 @@ class ImageTokens:
         grid = arguments[f"{name}_grid_thw"].tolist()
         # VideoLLaMA 3 merges the patches of each image or video by a number of its own.
         merged = arguments.get(f"{name}_merge_sizes")
-        sides = [self.merged] * len(grid) if merged is None else merged.tolist()
-        clips = [Clip(time, height * width // side**2) for (time, height, width), side in zip(grid, sides, strict=True)]
+        sides = [self.merged] * len(grid)
+        if merged is not None:
+            sides = merged.tolist()
+        clips = []
+        for (time, height, width), side in zip(grid, sides, strict=True):
+            clips.append(Clip(time, height * width // side**2))
         described = sum(clip.total for clip in clips)
         if described == tokens:
             return clips
@@ -229,7 +233,9 @@ def _frame_before(clips: list[Clip]) -> Tensor:
     for clip in clips:
         earlier = torch.arange(start, start + clip.total) - clip.tokens
         follows = previous == clip == Clip(1, clip.tokens)
-        before.append(earlier.masked_fill(earlier < start, -1) if not follows else earlier)
+        if not follows:
+            earlier = earlier.masked_fill(earlier < start, -1)
+        before.append(earlier)
         start += clip.total
         previous = clip
     return torch.cat(before)

@@ -60,8 +60,9 @@ def _keyword_entry(model: nn.Module, owner: str) -> nn.Module:
 
 def _compact_rotary(text: nn.Module, layers: nn.ModuleList) -> CompactRotary | None:
     """Return what embeds compact positions; None unless a position is one number, which only it reads."""
-    plain = has_plain_positions(text) and not any(map(reads_positions, layers))
-    return CompactRotary(text.get_submodule("rotary_emb")) if plain else None
+    if not has_plain_positions(text) or any(map(reads_positions, layers)):
+        return None
+    return CompactRotary(text.get_submodule("rotary_emb"))
 
 
 def _hooks(

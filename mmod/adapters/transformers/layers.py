@@ -148,7 +148,8 @@ class DecoderLayerCall(BlockCall):
         """Return the modules whose outputs are added to the residual stream."""
         # A norm after the branch would undo a weight.
         attention, mlp = branch_ends(layer) or ("self_attn", "mlp")
-        return [layer.get_submodule(name) for name in ([mlp] if which == "mlp" else [attention, mlp])]
+        names = [mlp] if which == "mlp" else [attention, mlp]
+        return [layer.get_submodule(name) for name in names]
 
     def first_norm(self, layer: nn.Module) -> nn.Module:
         """Return the norm at the entry of the layer."""

@@ -56,8 +56,10 @@ def mask_of_kept(
         pairs = (earlier_BKL & (key_BL != EMPTY).unsqueeze(1)).unsqueeze(1)
     else:
         pairs = _narrow(mask, index_BK, key_BL, past + x_BND.shape[1])
+    if valid_BK is None:
+        return pairs
     # A row that sees no key would be NaN; nobody reads what an empty slot computes.
-    return pairs if valid_BK is None else show_all_keys(pairs, valid_BK)
+    return show_all_keys(pairs, valid_BK)
 
 
 def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: int) -> Tensor:
@@ -136,7 +138,8 @@ def valid_tokens(mask: object, source: Tensor, past: Tensor | int) -> Tensor:
             f"cannot read padding from an attention mask of type {type(mask).__name__}: pass one of 2 or 4 axes"
         )
     query_N = torch.arange(tokens, device=mask.device)
-    past = past.to(mask.device) if isinstance(past, Tensor) else past
+    if isinstance(past, Tensor):
+        past = past.to(mask.device)
     if mask.ndim == 2:
         columns = slice(past, past + tokens) if isinstance(past, int) else query_N + past
         return mask[:, columns].to(source.device).bool()

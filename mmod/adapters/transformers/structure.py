@@ -39,7 +39,8 @@ class Structure(NamedTuple):
 def source_of(arguments: Arguments) -> Tensor:
     """Return the ids (B, N) or the embeddings (B, N, D) passed to a language model."""
     source: Tensor | None = arguments.get("input_ids")
-    source = arguments.get("inputs_embeds") if source is None else source
+    if source is None:
+        source = arguments.get("inputs_embeds")
     if source is None:
         raise ValueError("pass input_ids or inputs_embeds")
     return source
@@ -55,8 +56,9 @@ def sees_both_ways(config: Any) -> bool:
 def uses_cache(arguments: Arguments, config: Any) -> bool:
     """Return whether a language model fills a cache, one that it got or one of its own."""
     use_cache = arguments.get("use_cache")
-    asks = getattr(config, "use_cache", False) if use_cache is None else use_cache
-    return bool(asks) or cache_of(arguments) is not None
+    if use_cache is None:
+        use_cache = getattr(config, "use_cache", False)
+    return bool(use_cache) or cache_of(arguments) is not None
 
 
 def read_structure(arguments: Arguments, source: Tensor, past: Tensor | int, config: Any) -> Structure:
@@ -107,8 +109,12 @@ def read_prompt(labels_BN: Tensor, image_BN: Tensor, segment_BN: Tensor | None) 
     """
     samples, tokens = image_BN.shape
     position_BN = torch.arange(tokens, device=image_BN.device).expand(samples, -1)
-    sample_BN = torch.zeros_like(position_BN) if segment_BN is None else segment_BN
-    count = 1 if segment_BN is None else int(segment_BN.max()) + 1
+    if segment_BN is None:
+        sample_BN = torch.zeros_like(position_BN)
+        count = 1
+    else:
+        sample_BN = segment_BN
+        count = int(segment_BN.max()) + 1
     image_BN = position_BN.masked_fill(~image_BN, -1)
     last_BS = position_BN.new_full((samples, count), -1).scatter_reduce(1, sample_BN, image_BN, "amax")
     answers_BN = (labels_BN.to(position_BN.device) != IGNORED) & (position_BN > last_BS.gather(1, sample_BN))
@@ -200,7 +206,10 @@ def _check_boundaries(arguments: Arguments, segment_BN: Tensor | None, source: T
         return
     token_T = torch.arange(source.shape[0] * source.shape[1], device=source.device)
     sample_BN = torch.bucketize(token_T, boundaries.to(source.device)[1:], right=True).view(source.shape[:2])
-    segment_BN = torch.zeros_like(sample_BN) if segment_BN is None else segment_BN.to(source.device)
+    if segment_BN is None:
+        segment_BN = torch.zeros_like(sample_BN)
+    else:
+        segment_BN = segment_BN.to(source.device)
     if not torch.equal(sample_BN.diff(dim=1) != 0, segment_BN.diff(dim=1) != 0):
         raise ValueError(
             f"cu_seq_lens_q separates packed samples for flash attention only, and this model attends by "

@@ -233,8 +233,10 @@ def _last_used(config: Any, layers: int) -> int:
     chosen = getattr(config, "vision_feature_layer", None)
     if chosen is None:
         return layers - 1
+    if isinstance(chosen, int):
+        chosen = [chosen]
     # Hidden states begin with the embeddings, before the first layer.
-    last = max(state % (layers + 1) for state in ([chosen] if isinstance(chosen, int) else chosen))
+    last = max(state % (layers + 1) for state in chosen)
     return max(last - 1, 0)
 
 

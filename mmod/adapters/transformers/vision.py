@@ -66,7 +66,8 @@ def row_source(tower: nn.Module, windows: bool) -> RowSource | None:
     code = inspect.unwrap(host_class(tower).forward).__code__
     if windows and get_vision_window_index.__name__ not in code.co_names:
         return None
-    return RowSource(tower, next(iter(parameters)), side, cuts[0].in_channels, window_order if windows else None)
+    order = window_order if windows else None
+    return RowSource(tower, next(iter(parameters)), side, cuts[0].in_channels, order)
 
 
 def find_vision(path: str, tower: nn.Module) -> BlockStack:
