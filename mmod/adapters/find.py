@@ -70,11 +70,13 @@ def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:
         can_begin = isinstance(batches, Iterable) and not isinstance(batches, (str, Tensor, Mapping, Iterator))
         if can_begin and isinstance(model, nn.Module) and find_library(model) is None and not is_declared(model):
             if isinstance(batches, Sequence):
-                first = batches[0] if batches else None
+                image = batches[0] if batches else None
             else:
                 batches = begun = _Begun(batches)
-                first = begun.first
-            image = first[0] if isinstance(first, (tuple, list)) and first else first
+                image = begun.first
+            # Images, or images and labels.
+            if isinstance(image, (tuple, list)) and image:
+                image = image[0]
             if isinstance(image, Tensor) and image.ndim == 4:
                 tokens = Tokens(example=image[:1].float().cpu())
         with declared(model, tokens):
@@ -101,7 +103,9 @@ class _Begun:
 
     def __iter__(self) -> Iterator[Any]:
         begun, self._begun = self._begun, None
-        return iter(self._batches) if begun is None else begun
+        if begun is None:
+            return iter(self._batches)
+        return begun
 
 
 def adapted_model(model: nn.Module) -> nn.Module:
@@ -110,10 +114,13 @@ def adapted_model(model: nn.Module) -> nn.Module:
         inner: Any = model
         if isinstance(model, Wrapper):
             model = inner.inner
-        elif "peft" in _packages(model):
-            model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner.model
-        else:
+        elif "peft" not in _packages(model):
             return model
+        elif hasattr(inner, "get_base_model"):
+            model = inner.get_base_model()
+        else:
+            # The module that holds a model's adapters, inside the one that users have.
+            model = inner.model
 
 
 def used_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

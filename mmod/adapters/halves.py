@@ -62,15 +62,20 @@ class Branches:
         silent_mlp: dict[str, ModuleRunner] = dict.fromkeys(self.idle_mlp, return_input)
         others = self.attention_in_tuple - 1 if self.attention_in_tuple else None
         for name in self.silent_attention:
-            silent_attention[name] = partial(return_zeros, dim, others if name == self.attention else None)
+            # Of the modules of a branch, the attention alone returns a tuple.
+            beside = others if name == self.attention else None
+            silent_attention[name] = partial(return_zeros, dim, beside)
         for name in self.silent_mlp:
             silent_mlp[name] = partial(return_zeros, dim, None)
         operators = {"attention": self.attention, "mlp": self.mlp}
-        halves = SilencedHalves(silent_attention, silent_mlp, required_arguments(block), self.fed, self.attends_twice)
+        halves = None
+        if self.halves:
+            required = required_arguments(block)
+            halves = SilencedHalves(silent_attention, silent_mlp, required, self.fed, self.attends_twice)
         return {
             "operators": {operator: name for operator, name in operators.items() if name},
             "tuples": ("attention",) if self.attention_in_tuple else (),
-            "halves": halves if self.halves else None,
+            "halves": halves,
         }
 
 
@@ -119,7 +124,11 @@ def find_branches(
 def shapes_inside(block: nn.Module, x: Tensor, arguments: Arguments, names: Sequence[str]) -> list[object]:
     """Return the shapes of a block's attention, and of what some of its modules get: None for those that do not run."""
     search = _Search(block, x, arguments, ())
-    return [*search.attended, *[search.outputs[name].got if name in search.outputs else None for name in names]]
+    shapes: list[object] = list(search.attended)
+    for name in names:
+        output = search.outputs.get(name)
+        shapes.append(None if output is None else output.got)
+    return shapes
 
 
 class _Search:
@@ -151,9 +160,11 @@ class _Search:
         """
         arguments = {name: value for name, value in self.arguments.items() if name not in without}
         missing = dict.fromkeys(name for name in required_arguments(self.block) if name not in arguments)
+        if x_BND is None:
+            x_BND = self.x_BND
         torch.default_generator.manual_seed(0)
         with _replacing(self.block, replaced):
-            output = self.block(self.x_BND if x_BND is None else x_BND, **arguments, **missing)
+            output = self.block(x_BND, **arguments, **missing)
         tokens: Tensor = output[0] if isinstance(output, tuple) else output
         return tokens
 
@@ -186,10 +197,13 @@ class _Search:
     def _keep(self, name: str, stack: list[str]) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
             stack.pop()
-            tokens = output[0] if isinstance(output, tuple) else output
+            tokens = output
+            others = None
+            if isinstance(output, tuple):
+                tokens = output[0]
+                others = len(output) - 1
             first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if isinstance(tokens, Tensor) and tokens.ndim == self.x_BND.ndim and first is not None:
-                others = len(output) - 1 if isinstance(output, tuple) else None
                 self.outputs[name] = _Output(tuple(first.shape), others, tokens.shape[-1])
 
         return keep
@@ -249,12 +263,11 @@ class _Search:
                 left_out.append(name)
         fed = tuple(name for name in self.arguments if name not in left_out)
         output = self.outputs[attention]
-        attends = (
-            self._takes_tokens(attention) and attention in self.around_attention and attention not in self.around_cross
-        )
+        is_attention = attention in self.around_attention and attention not in self.around_cross
         # Rows that are read elsewhere too cannot be those of kept tokens while the block runs on all.
+        can_skip_attention = is_attention and self._takes_tokens(attention) and not {*rows} & {*fed}
         return Branches(
-            attention=attention if attends and not {*rows} & {*fed} else "",
+            attention=attention if can_skip_attention else "",
             attention_in_tuple=0 if output.others is None else output.others + 1,
             mlp=mlp if self._takes_tokens(mlp) else "",
             silent_attention=_named(silent_attention, zero=True),
@@ -280,7 +293,10 @@ class _Search:
         return modules
 
     def _replacements(self, modules: Mapping[str, bool]) -> dict[str, _Replacement]:
-        return {name: _zeros(self.outputs[name]) if zero else _poisoned for name, zero in modules.items()}
+        replacements: dict[str, _Replacement] = {}
+        for name, zero in modules.items():
+            replacements[name] = _zeros(self.outputs[name]) if zero else _poisoned
+        return replacements
 
 
 class Attended(NamedTuple):

@@ -59,8 +59,10 @@ class Head:
         stand_ins: dict[str, nn.Module] = {name: _HandsOn(model.get_submodule(name), x_BND) for name in self.ahead}
         stand_ins |= behind
         block_list: Any = model.get_submodule(self.blocks)
-        handing_on: list[nn.Module] = [_HandsOn(block_list[0], (x_BND, None) if self.in_tuple else x_BND)]
-        inner: Any = nn.Sequential(*handing_on) if isinstance(block_list, nn.Sequential) else nn.ModuleList(handing_on)
+        handing_on = _HandsOn(block_list[0], (x_BND, None) if self.in_tuple else x_BND)
+        inner: Any = nn.ModuleList([handing_on])
+        if isinstance(block_list, nn.Sequential):
+            inner = nn.Sequential(handing_on)
         # From the module that holds the blocks outwards: each module around is copied with the copy inside it.
         for depth in reversed(range(len(path))):
             module = model.get_submodule(".".join(path[:depth]))
@@ -104,9 +106,10 @@ def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
     host: Any = host_class(module)
     clone = host.__new__(host)
     for name, value in vars(module).items():
+        if name == "forward":
+            continue
         is_hooks = isinstance(value, dict) and "_hooks" in name
-        if name != "forward":
-            vars(clone)[name] = type(value)() if is_hooks else value
+        vars(clone)[name] = type(value)() if is_hooks else value
     vars(clone)["_modules"] = {**module._modules, **replaced}
     return clone
 
@@ -177,7 +180,10 @@ class _Trial:
 
     def _note(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            (self.ahead if self.x is None else self.behind).append(name)
+            if self.x is None:
+                self.ahead.append(name)
+            else:
+                self.behind.append(name)
 
         return note
 

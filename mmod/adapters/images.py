@@ -69,15 +69,20 @@ def _facts_of_timm(model: Any) -> ImageFacts:
     classes = getattr(model, "num_classes", None)
     described: Any = getattr(model, "pretrained_cfg", None) or {}
     head: str | tuple[str, ...] = described.get("classifier") or "head"
+    # Distilled models have two.
+    heads = (head,) if isinstance(head, str) else head
     patch_embed: Any = getattr(model, "patch_embed", None)
     projection = getattr(patch_embed, "proj", None)
     usual = getattr(patch_embed, "img_size", None)
     is_strict = getattr(patch_embed, "strict_img_size", True)
+    channels = None
+    if isinstance(projection, nn.Conv2d):
+        channels = projection.in_channels
     return ImageFacts(
         classes=classes,
         names=_numbered(described.get("label_names"), classes),
-        head=tuple(f"{name}." for name in ([head] if isinstance(head, str) else head)),
-        channels=projection.in_channels if isinstance(projection, nn.Conv2d) else None,
+        head=tuple(f"{name}." for name in heads),
+        channels=channels,
         size=usual if is_strict and isinstance(usual, tuple) else None,
         usual=_sides(usual),
         patch=_sides(getattr(patch_embed, "patch_size", None)),
@@ -95,9 +100,11 @@ def _numbered(names: Any, classes: int | None) -> dict[str, int] | None:
 
 def _facts_of_transformers(model: Any) -> ImageFacts:
     config = model.config
-    classifies = "ForImageClassification" in host_class(model).__name__
-    classes = config.num_labels if classifies else 0
-    known = config.id2label if classifies else {}
+    classes = 0
+    known: Mapping[int, str] = {}
+    if "ForImageClassification" in host_class(model).__name__:
+        classes = config.num_labels
+        known = config.id2label
     # Names that transformers made up are numbers.
     is_named = bool(known) and any(name != f"LABEL_{number}" for number, name in known.items())
     names = None
@@ -151,7 +158,9 @@ def tensor_of(model: nn.Module, output: object, part: str) -> Tensor:
     """Return the part of a model's output by which it is evaluated: logits, or features of one of its parts."""
     value = output
     if isinstance(output, (tuple, list)):
-        value = output[1 if part == "text" else 0]
+        # open_clip returns features of images, then those of texts.
+        number = 1 if part == "text" else 0
+        value = output[number]
     elif isinstance(output, Mapping):
         features = (f"{part}_embeds", f"{part}_features", "pooler_output", "last_hidden_state")
         held = [output[name] for name in ("logits", *features) if isinstance(output.get(name), Tensor)]

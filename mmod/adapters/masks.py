@@ -101,9 +101,13 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
     bias = bias.masked_fill(~(valid_BK | first_K), lowest)[:, None, None, :]
     if mask is None:
         return bias
-    pairs = mask_bias(mask, lowest, dtype) if mask.dtype == torch.bool else mask.to(dtype)
-    # An empty slot may be padding, whose row may be masked completely.
-    pairs = show_all_keys(pairs, valid_BK) if pairs.shape[2] > 1 else pairs
+    if mask.dtype == torch.bool:
+        pairs = mask_bias(mask, lowest, dtype)
+    else:
+        pairs = mask.to(dtype)
+    if pairs.shape[2] > 1:
+        # An empty slot may be padding, whose row may be masked completely.
+        pairs = show_all_keys(pairs, valid_BK)
     # Halves, because two lowest values add up to -inf, and a row of these has a softmax of NaN.
     return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
 
@@ -120,8 +124,10 @@ def weigh_groups(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -
     bias = bias.to(dtype)
     if mask is None:
         return bias
-    # Half of the lowest value leaves room for the logarithms.
-    return bias + (mask_bias(mask, torch.finfo(dtype).min / 2, dtype) if mask.dtype == torch.bool else mask)
+    if mask.dtype == torch.bool:
+        # Half of the lowest value leaves room for the logarithms.
+        mask = mask_bias(mask, torch.finfo(dtype).min / 2, dtype)
+    return bias + mask
 
 
 def add_causal(mask: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -53,11 +53,11 @@ PROTECTED_IN_TEXT = 2
 def find_parts(model: Any) -> dict[str, Part]:
     """Return the parts of an open_clip model: "image" and "text"; a tower alone is one part."""
     if isinstance(model, MODELS):
-        text = getattr(model, "text", None)
-        return {
-            "image": lambda: _image_tower(model.visual).below("visual"),
-            "text": lambda: _text_tower(model) if text is None else _text_tower(text, "text"),
-        }
+        # A CLIP model holds the modules of its text tower itself.
+        text = functools.partial(_text_tower, model)
+        if getattr(model, "text", None) is not None:
+            text = functools.partial(_text_tower, model.text, "text")
+        return {"image": lambda: _image_tower(model.visual).below("visual"), "text": text}
     if isinstance(model, (transformer.VisionTransformer, TimmModel, clip_models.ModifiedResNet)):
         return {"image": functools.partial(_image_tower, model)}
     if isinstance(model, (transformer.TextTransformer, HFTextEncoder)):
@@ -77,7 +77,9 @@ def _image_tower(tower: Any) -> BlockStack:
         return dataclasses.replace(stack, grid=stack.grid._replace(std=tuple(tower.image_std)))
     stack = _stack(tower, prefix=1)
     std = getattr(tower, "image_std", None)
-    grid = GridSource(tower.conv1, grid_of_map, None if std is None else tuple(std))
+    if std is not None:
+        std = tuple(std)
+    grid = GridSource(tower.conv1, grid_of_map, std)
     return dataclasses.replace(stack, class_token=True, host="open_clip", grid=grid)
 
 
@@ -231,7 +233,9 @@ class ClipBlock(NamedArguments):
 
     def with_mask(self, arguments: Arguments, mask: Tensor | None) -> dict[str, Any]:
         """Return the arguments with a mask or bias (B, 1 or H, 1 or K, K), in the host's shape."""
-        return super().with_mask(arguments, None if mask is None else self._flat(mask, mask.shape[-1]))
+        if mask is not None:
+            mask = self._flat(mask, mask.shape[-1])
+        return super().with_mask(arguments, mask)
 
     def _flat(self, mask: Tensor, queries: int) -> Tensor:
         """Expand a mask over heads and queries and join captions and heads, if the host needs that."""
@@ -245,12 +249,14 @@ def _caption_hook(tower: Any, span: Span) -> ModelHook:
 
     The tower is a `TextTransformer`, or a `CLIP` model, which has the same attributes.
     """
-    packed = isinstance(tower, clip_models.CLIP)
-    pool = str(tower.text_pool_type if packed else tower.pool_type)
-    eos = int(tower.text_eos_id if packed else tower.eos_id)
-    # It stands behind all other tokens, and the embedding is read from it whatever `pool` says.
-    class_token = not packed and tower.cls_emb is not None
-    return ModelHook(functools.partial(_begin_captions, span, pool, eos, class_token))
+    if isinstance(tower, clip_models.CLIP):
+        pool, eos = tower.text_pool_type, tower.text_eos_id
+        class_token = False
+    else:
+        pool, eos = tower.pool_type, tower.eos_id
+        # It stands behind all other tokens, and the embedding is read from it whatever `pool` says.
+        class_token = tower.cls_emb is not None
+    return ModelHook(functools.partial(_begin_captions, span, str(pool), int(eos), class_token))
 
 
 def _begin_captions(
@@ -277,7 +283,10 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
     if not isinstance(model, MODELS):
         raise ValueError(f"cannot save a {type(model).__name__} alone: save the full model")
     name = architecture if isinstance(architecture, str) else None
-    config = dict(architecture) if isinstance(architecture, Mapping) else open_clip.get_model_config(name or "")
+    if isinstance(architecture, Mapping):
+        config = dict(architecture)
+    else:
+        config = open_clip.get_model_config(name or "")
     if config is None:
         raise ValueError(
             f"a {type(model).__name__} does not store its architecture: pass architecture, its config or a name like "
@@ -329,7 +338,10 @@ def _check_description(description: Mapping[str, Any]) -> None:
         if not isinstance(fields, Mapping):
             raise ValueError(f"{tower} in a saved folder must be a mapping, got {fields!r}")
         name = fields.get(f"{key}_name")
-        is_known = name in texts if key == "hf_model" else isinstance(name, str) and timm.is_model(name)
+        if key == "hf_model":
+            is_known = name in texts
+        else:
+            is_known = isinstance(name, str) and timm.is_model(name)
         pretrained = fields.get(f"{key}_pretrained", False)
         if pretrained is not False or not (name is None or is_known):
             raise ValueError(

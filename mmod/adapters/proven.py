@@ -65,7 +65,11 @@ class Proof(CallForm, Branches):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, from which `from_plain` makes the proof again."""
         values = dataclasses.asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        for name, value in values.items():
+            # JSON has no tuples.
+            if isinstance(value, tuple):
+                values[name] = list(value)
+        return values
 
 
 def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = None) -> NamedArguments:

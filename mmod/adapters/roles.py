@@ -35,7 +35,8 @@ def redrawn(inputs: BlockInputs) -> dict[str, Any]:
             return leaf
         of_images = len(leaf) == 2
         # Rows that images share are mostly rotary embeddings.
-        if leaf.is_floating_point() and (of_images or not {tokens, tokens - inputs.seen.prefix} & {*leaf.shape}):
+        has_rows = {tokens, tokens - inputs.seen.prefix} & {*leaf.shape}
+        if leaf.is_floating_point() and (of_images or not has_rows):
             return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
         if of_images and leaf.ndim == 1 and leaf.dtype == torch.long and int(leaf[0]) == int(leaf[1]) > 0:
             # The number before one that is valid is valid.
@@ -44,8 +45,11 @@ def redrawn(inputs: BlockInputs) -> dict[str, Any]:
 
     if inputs.seen.boundaries:
         return dict(inputs.arguments)
-    kept = (*MASKS, *INDEX_ARGUMENTS)
-    return {name: value if name in kept else tree_map(redraw, value) for name, value in inputs.arguments.items()}
+    arguments = dict(inputs.arguments)
+    for name, value in inputs.arguments.items():
+        if name not in (*MASKS, *INDEX_ARGUMENTS):
+            arguments[name] = tree_map(redraw, value)
+    return arguments
 
 
 def roles_of(base: Proof, inputs: BlockInputs) -> Iterator[Proof]:
@@ -93,7 +97,8 @@ def _possible_roles(value: object, base: Proof, lengths: Mapping[int, int]) -> l
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]
     of_images = not base.boundaries and all(len(leaf) == 2 for leaf in leaves)
     roles: list[_Role] = []
-    for images in (True, False) if of_images else (False,):
+    readings = (True, False) if of_images else (False,)
+    for images in readings:
         unchanged = _Role(False, images)
         prefix = _missing_rows(value, images, base.layout, lengths)
         if prefix is None:
@@ -110,11 +115,15 @@ def _missing_rows(value: object, images: bool, layout: str, lengths: Mapping[int
     if not all(isinstance(item, Tensor) and item.ndim > 1 for item in items):
         return None
     found = {lengths.get(_rows_of(item, images, layout)) for item in items}
-    return found.pop() if len(found) == 1 else None
+    if len(found) > 1:
+        return None
+    return found.pop()
 
 
 def _rows_of(item: Tensor, images: bool, layout: str) -> int:
     """Return how many rows a tensor has in a layout; 0 for none."""
     if layout != "batch" or (item.ndim == 2 and not images):
         return item.shape[-2]
-    return item.shape[1] if images or len(item) == 1 else 0
+    if images or len(item) == 1:
+        return item.shape[1]
+    return 0

@@ -60,7 +60,9 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 def find_blocks(model: nn.Module) -> BlockStack:
     """Return the residual blocks of a timm model: by what is known of their classes, or else after a trial."""
     known = [name for name, module in model.named_modules() if _has_known_blocks(module)]
-    owner = model.get_submodule(known[0].rpartition(".")[0]) if known else model
+    owner = model
+    if known:
+        owner = model.get_submodule(known[0].rpartition(".")[0])
     prefix = getattr(owner, "num_prefix_tokens", None)
     dim = getattr(owner, "embed_dim", None)
     # Code around timm's blocks may have several lists of them, or none of timm's attributes: a trial tells.
@@ -99,33 +101,49 @@ def _grid_source(owner: nn.Module) -> GridSource | None:
     projection = getattr(getattr(owner, "patch_embed", None), "proj", None)
     if projection is None:
         return None
-    std = (getattr(owner, "pretrained_cfg", None) or {}).get("std")
-    return GridSource(projection, grid_of_map, None if std is None else tuple(std))
+    published: Any = getattr(owner, "pretrained_cfg", None) or {}
+    std = published.get("std")
+    if std is not None:
+        std = tuple(std)
+    return GridSource(projection, grid_of_map, std)
 
 
 def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
     parameters = parameters_of_block(block)
-    rows = tuple({"rope"} & parameters.keys())
+    rows: tuple[str, ...] = ()
+    rope_prefix = 0
+    if "rope" in parameters:
+        rows = ("rope",)
+        # Blocks that do not say it leave out the prefix of the model.
+        rope_prefix = int(getattr(getattr(block, "attn", None), "num_prefix_tokens", prefix))
     attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
     projections: list[ProjectionName] = []
+    attention_calls = 0
     for name, module in attentions.items():
         projections += projections_of(name, module)
-    first_norm = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
-    norm = getattr(block, first_norm, None)
+        # Differential attention subtracts two maps, from two calls.
+        attention_calls += 2 if isinstance(module, DiffAttention) else 1
+    operators = {}
+    fused_norm = "in_norm"
+    if isinstance(block, PRE_NORM):
+        operators = {"attention": "attn", "mlp": "mlp"}
+        fused_norm = "norm1"
+    norm = getattr(block, fused_norm, None)
+    if norm is None or host_class(norm) not in PLAIN_NORMS:
+        fused_norm = ""
     return NamedArguments(
         parameters=parameters,
         mask="shared_rel_pos_bias" if "shared_rel_pos_bias" in parameters else "attn_mask",
         rows=rows,
-        rope_prefix=int(getattr(getattr(block, "attn", None), "num_prefix_tokens", prefix)) if rows else 0,
+        rope_prefix=rope_prefix,
         fused=bool(attentions) and all(module.fused_attn for module in attentions.values()),
-        # Differential attention subtracts two maps, from two calls.
-        attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
-        operators={"attention": "attn", "mlp": "mlp"} if isinstance(block, PRE_NORM) else {},
+        attention_calls=attention_calls,
+        operators=operators,
         halves=None if isinstance(block, PARALLEL) else HALVES,
         projections=tuple(projections),
         draws_paths=True,
         packs_prefix=True,
-        fused_norm=first_norm if norm is not None and host_class(norm) in PLAIN_NORMS else "",
+        fused_norm=fused_norm,
     )
 
 
@@ -164,10 +182,10 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     architecture = description["architecture"]
     if not timm.is_model(architecture):
         raise ValueError(f"timm {timm.__version__} knows no model {architecture!r}")
-    cfg = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in description["pretrained_cfg"].items()
-    }
+    cfg = {}
+    for name, value in description["pretrained_cfg"].items():
+        # JSON has no tuples.
+        cfg[name] = tuple(value) if isinstance(value, list) else value
     cfg["architecture"] = architecture
     return timm.create_model(architecture, pretrained_cfg=cfg, **description["arguments"])
 
@@ -221,4 +239,6 @@ def _scaled(block: Any, half: int, update_BND: Tensor) -> Tensor:
     if isinstance(block, vision_transformer.Block):
         return getattr(block, f"ls{half}")(update_BND)
     gamma = getattr(block, f"gamma_{half}")
-    return update_BND if gamma is None else gamma * update_BND
+    if gamma is None:
+        return update_BND
+    return gamma * update_BND

@@ -111,8 +111,11 @@ def find_blocks(model: nn.Module, host: str = "") -> BlockStack:
     if known:
         return stack_of(vars(model.get_submodule(known[0]))[_PROOF], model, host)
     tokens: Tokens = vars(model).get(_TOKENS, Tokens())
-    # Attention and MLP have a matrix each; a list of single layers is a stack only where there is no other.
-    names = [tokens.blocks] if tokens.blocks else _lists(model, 2) or _lists(model, 1)
+    if tokens.blocks:
+        names = [tokens.blocks]
+    else:
+        # Attention and MLP have a matrix each; a list of single layers is a stack only where there is no other.
+        names = _lists(model, 2) or _lists(model, 1)
     title = host_class(model).__name__
     if not names:
         raise ValueError(
