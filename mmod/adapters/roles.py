@@ -115,7 +115,7 @@ def _missing_rows(value: object, images: bool, layout: str, lengths: Mapping[int
     if not all(isinstance(item, Tensor) and item.ndim > 1 for item in items):
         return None
     found = {lengths.get(_rows_of(item, images, layout)) for item in items}
-    if len(found) > 1:
+    if len(found) != 1:
         return None
     return found.pop()
 
