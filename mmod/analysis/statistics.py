@@ -259,6 +259,23 @@ def missing_samples(loss: Estimate, tolerance: float, samples: int) -> int:
     return math.ceil(missing / 10**digits) * 10**digits
 
 
+def least_samples(tolerance: float, is_share: bool) -> int:
+    """Return the number of samples from which on a model that changes no answer is within a tolerance, as `keeps` says.
+
+    Args:
+        tolerance: Above 0: at 0, no number of samples suffices.
+        is_share: Its interval is that of `share_of`, and else that of `change_of`.
+
+    Example:
+        >>> least_samples(0.02, is_share=False), least_samples(0.02, is_share=True)
+        (137, 189)
+    """
+    # Where nothing changes, the ends of both intervals are fractions of the number of samples.
+    if is_share:
+        return math.ceil(_NORMAL**2 * (1 - tolerance) / tolerance)
+    return max(1, math.ceil(_NORMAL * 2**0.5 / tolerance - 2))
+
+
 def decides(loss: Estimate, tolerance: float, samples: int, wanted: int) -> bool:
     """Return whether so many samples decide about a loss that is measured on some."""
     # Too few samples do not say how far others may be.

@@ -18,6 +18,7 @@ from mmod.analysis.statistics import (
     decides,
     exceeds,
     keeps,
+    least_samples,
     missing_samples,
     unbeaten,
 )
@@ -46,6 +47,8 @@ SEEDS = "seeds"
 _SPEEDS = (1.25, 1.5, 2.0)
 # Chance from which on a result is called probable; between it and its opposite, it is as likely as not.
 _PROBABLE = 2 / 3
+# Ends of the names of measures that count answers, right or wrong, or equal or not.
+_OF_ANSWERS = ("accuracy", "agreement", "right answers")
 # Titles of the columns: a difference to dense has its interval in brackets, and a speed its quartiles.
 _HEADER = ("for", "recipe", "times as fast", "to dense [95 %]")
 
@@ -230,8 +233,8 @@ class Recommendation:
             return f"{use}{self._undecided_by_speed}"
         if self.speed is None:
             return (
-                f"Keep the dense model for {self.where} for now: {named.label} is probably within {self.limit}, and "
-                f"{self._missing(named)} would tell. It is {figures}."
+                f"Keep the dense model for {self.where} for now: {named.label} probably loses at most "
+                f"{self.limit}, and {self._missing(named)} would tell. It is {figures}."
             )
         as_fast = f"{self.speed:g} times as fast ({_least_speed(self.speed)}) for {self.where}"
         if not _reaches(self.speed)(named):
@@ -240,6 +243,26 @@ class Recommendation:
         return (
             f"Nothing that is {as_fast} is surely within {self.limit}. Of what is as fast, {named.label} loses least: "
             f"{figures}."
+        )
+
+    @property
+    def too_few(self) -> str:
+        """Say from how many samples on any model can be within the tolerance; empty where one is, or there are more.
+
+        It is known for answers, which are right or not: means of cosines and of other scores have no such number.
+        """
+        within = [model for model in self.models if keeps(model.loss, self.tolerance)]
+        if within or not self.models or not self.measure.endswith(_OF_ANSWERS):
+            return ""
+        if self.samples == SEEDS or not self.tolerance:
+            return ""
+        least = least_samples(self.tolerance, is_share=self.models[0].accuracy is None)
+        number = max(model.images for model in self.models)
+        if number >= least:
+            return ""
+        return (
+            f'Even a recipe that changes no answer is a "yes" only from {least:,} {self.samples} on; these are '
+            f"{number:,}."
         )
 
     @property
@@ -423,6 +446,8 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
     first, *others = recommendations
     sentences = [first.sentence]
     sentences += [one.sentence + _slower(first, one) for one in others]
+    # The same in every pass.
+    sentences += filter(None, [first.too_few])
     return Verdict(sentences, MarkdownTable([(*_HEADER, f"within {first.limit}?"), *rows]), list(named))
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmod.analysis.statistics import FEWEST, Estimate, chance_within, change_of, missing_samples, share_of
+from mmod.analysis.statistics import (
+    FEWEST,
+    Estimate,
+    chance_within,
+    change_of,
+    keeps,
+    least_samples,
+    missing_samples,
+    share_of,
+)
 from mmod.analysis.table import Measured, Table, interval_of
 from mmod.analysis.timing import Spread
 from mmod.planning.choice import (
@@ -55,6 +64,42 @@ def rows_of(*choices: Recommendation) -> list[list[str]]:
 
 def true_loss(model: AdviceRow) -> float:
     return TRUE_LOSS[model.speedup.median]
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES)
+def test_where_no_answer_changes_the_least_number_of_samples_is_within_the_tolerance(tolerance: float) -> None:
+    for is_share, estimate in ((True, share_of), (False, change_of)):
+        least = least_samples(tolerance, is_share)
+        for number in (least - 1, least):
+            mean = estimate(np.full(number, float(is_share)))
+            lost = Estimate(is_share - mean.value, is_share - mean.high, is_share - mean.low)
+            assert keeps(lost, tolerance) == (number == least)
+
+
+def test_where_nothing_is_within_the_tolerance_it_says_from_how_many_samples_on_anything_can_be() -> None:
+    equal = change_of(np.zeros(100))
+    # Not only where a recipe is faster.
+    for speed in (0.8, 1.5):
+        choice = among([alternative("a", speed, equal, 100)])
+        told = 'Even a recipe that changes no answer is a "yes" only from 137 images on; these are 100.'
+        assert verdict_of([choice, choice]).sentences[2:] == [told]
+    labelled = alternative("a", 1.5, equal, 100)
+    unlabelled = dataclasses.replace(labelled, score=share_of(np.ones(100)), accuracy=None)
+    agreement = dataclasses.replace(choice, models=[unlabelled], measure="agreement")
+    assert "only from 189 images on; these are 100." in agreement.too_few
+    # Enough images, a wider tolerance, scores that are no answers, seeds, and no number that suffices.
+    cosine = dataclasses.replace(unlabelled, score=Estimate(0.97, 0.9, 0.99))
+    for silent in (
+        among([alternative("a", 1.5, change_of(np.zeros(137)), 137)]),
+        among([alternative("a", 1.5, Estimate(0.1, -0.1, 0.3), 137)]),
+        among([labelled], tolerance=0.03),
+        among([labelled], tolerance=0.0),
+        among([]),
+        dataclasses.replace(choice, models=[cosine], measure="cosine of features"),
+        dataclasses.replace(choice, measure="mean IoU"),
+        dataclasses.replace(choice, samples="seeds"),
+    ):
+        assert silent.too_few == ""
 
 
 @pytest.mark.parametrize("tolerance", TOLERANCES)
@@ -159,8 +204,8 @@ def test_of_what_is_undecided_the_fastest_that_is_probably_within_the_tolerance_
     mild = alternative("mild", 1.1, Estimate(0.0, -0.04, 0.04), 60)
     choice = among([risky, fast, mild])
     assert choice.sentence == (
-        "Keep the dense model for batches of 8 for now: fast is probably within 2 points, and 260 more images would "
-        "tell. It is 1.70 times as fast, +0.0 [-6.0, +4.0] points of accuracy."
+        "Keep the dense model for batches of 8 for now: fast probably loses at most 2 points, and 260 more images "
+        "would tell. It is 1.70 times as fast, +0.0 [-6.0, +4.0] points of accuracy."
     )
     # From the slowest on, whatever the sentence names first.
     assert verdict_of([choice]).named[0] == "fast"
@@ -196,8 +241,8 @@ def test_whether_a_loss_at_the_tolerance_is_within_it_is_unclear_and_how_many_sa
     for value, is_named in ((0.02, False), (0.019, False), (0.0, True)):
         choice = among([alternative("a", 1.5, Estimate(value, -0.01, 0.05))])
         assert (choice.named is not None) == is_named
-        reason = " for now: a is probably" if is_named else ": whether anything faster is"
-        assert choice.sentence.startswith(f"Keep the dense model for batches of 8{reason} within 2 points")
+        reason = " for now: a probably loses at most" if is_named else ": whether anything faster is within"
+        assert choice.sentence.startswith(f"Keep the dense model for batches of 8{reason} 2 points")
         (row,) = [row for row in rows_of(choice) if row[1] == "a"]
         assert row[4].startswith("probably: " if is_named else "unclear")
     # Whichever way it is told, by seeds too.
