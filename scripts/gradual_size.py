@@ -1,7 +1,8 @@
 """From which size of a model on does `gradual` pay? `taskset -c 0 python -m scripts.gradual_size RESULT`.
 
 ViTs of 12 blocks with random weights run on images of noise on one thread, dense and with `route_(model, "gradual")` in
-turns, by CPU time. RESULT takes the rows of the table in `docs/notebook/benchmarks.md`. It takes about two minutes.
+turns, by CPU time. `--late` merges in late blocks instead. RESULT takes the rows of the table in
+`docs/notebook/benchmarks.md`. It takes about two minutes.
 """
 
 import argparse
@@ -27,6 +28,7 @@ PATCH = 16
 ROUNDS = 7
 # CPU seconds of a dense reading.
 SECONDS = 0.1
+LATE = mmod.RoutingConfig(router="attention", blocks="late", capacity=0.35, skipped="merge")
 
 
 def cpu_seconds(call: Callable[[], object], times: int) -> float:
@@ -44,10 +46,10 @@ def make(width: int, side: int) -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **options).eval()
 
 
-def row_of(width: int, side: int, x_BCHW: Tensor) -> list[object]:
+def row_of(routing: str | mmod.RoutingConfig, width: int, side: int, x_BCHW: Tensor) -> list[object]:
     """Return width, tokens, batch, dense CPU milliseconds, speed-up with quartiles, and the speed-up by FLOPs."""
     dense = make(width, side)
-    changed = mmod.route_(make(width, side), "gradual")
+    changed = mmod.route_(make(width, side), routing)
     calls = [partial(dense, x_BCHW), partial(changed, x_BCHW)]
     for call in 2 * calls:
         call()
@@ -64,12 +66,14 @@ def main() -> None:
     """Time all sizes and write their rows."""
     parser = argparse.ArgumentParser(description="Time gradual merging on models of several sizes.")
     parser.add_argument("result", metavar="RESULT", help="file of the rows")
+    parser.add_argument("--late", action="store_true", help="merge in late blocks, by attention")
     options = parser.parse_args()
+    routing = LATE if options.late else "gradual"
     torch.set_num_threads(1)
     rows = []
     with torch.inference_mode():
         for width, side, batch in itertools.product(WIDTHS, SIDES, BATCHES):
-            rows.append(row_of(width, side, torch.randn(batch, 3, side, side)))
+            rows.append(row_of(routing, width, side, torch.randn(batch, 3, side, side)))
             print(rows[-1], flush=True)
     Path(options.result).write_text(json.dumps(rows, indent=1) + "\n")
 

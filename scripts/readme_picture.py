@@ -41,7 +41,8 @@ def main() -> None:
     kept.set_title("gradual-0.5: patches that are computed, by block", fontsize=10, color=INK)
     fronts = Fronts([front], [marks()], faster=True)
     front.set(xlabel="times as fast, batches of 32", ylabel="top-1 accuracy in %")
-    front.set_title("arrows: MoD without training, at 36 and 41 %", fontsize=9, color=FAINT, loc="right")
+    note = "arrows: MoD, at 36 and 41 %; shallow: trained from scratch, all else untrained"
+    front.set_title(note, fontsize=9, color=FAINT, loc="right")
     tidy(front, "both")
     fronts.name(figure)
     figure.savefig(options.picture, dpi=120)

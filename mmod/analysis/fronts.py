@@ -151,8 +151,13 @@ class Fronts:
         from matplotlib.lines import Line2D
 
         handles = {_FRONT: Line2D([], [], color=INK, linewidth=2.2, alpha=0.35)}
+        shown = {mark.series for mark in self.panels[0] if mark.score >= self.floor}
         for series in dict.fromkeys(mark.series for mark in self.panels[0]):
-            handles[series] = Line2D([], [], **self.styles[series])
+            style = self.styles[series]
+            if series not in shown:
+                # The only marks that it has are arrows.
+                style = {**style, "marker": _ARROW, "linestyle": ""}
+            handles[series] = Line2D([], [], **style)
         add_legend(figure, handles, max(1, math.floor(figure.get_figwidth() / 1.5)))
         figure.draw_without_rendering()
         # Laid out once, then frozen: names are placed by pixels, and must not move the panels.

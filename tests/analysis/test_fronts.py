@@ -90,6 +90,11 @@ def test_a_lost_model_stretches_no_axis_and_is_stated() -> None:
         # At the edge of its own panel.
         assert bottom <= name.get_position()[1] < bottom + 0.35 * (top - bottom)
     assert figure.get_suptitle().endswith("below the axis: untrained-0.5 12.0")
+    # A legend shows the marks that the panels have.
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    markers = [handle.get_marker() for handle in legend.legend_handles]
+    assert [label for label, marker in zip(labels, markers) if marker == 7] == ["untrained"]
     # A bar that stretches the axis brings back what lies on it then.
     stretched = [row | {"seeds": 1} for row in rows(latency_ms=10)]
     for row in stretched:
