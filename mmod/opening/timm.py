@@ -42,7 +42,7 @@ def open_timm(name: str, options: Options) -> Opened:
         weights = "random weights"
     classes = None
     if checkpoint is not None:
-        _load_with_classifier(model, checkpoint)
+        _load_with_classifier(model, checkpoint, options.args.get("num_classes"))
         classes = run_classes(checkpoint)
         weights = f"the weights of {checkpoint}"
     is_of_run = classes is not None
@@ -55,7 +55,9 @@ def create_timm(name: str, options: Options) -> nn.Module:
     """Create a model by a name of timm or the folder of one, in training mode; a checkpoint is not loaded."""
     args = dict(options.args)
     if options.image_size is not None:
-        args["img_size"] = options.image_size
+        size = args.setdefault("img_size", options.image_size)
+        if size not in (options.image_size, (options.image_size, options.image_size)):
+            raise ValueError(f"image_size is {options.image_size} and args say img_size {brief(size)}: leave out one")
     # A checkpoint replaces published weights, which are not downloaded in vain.
     pretrained = options.pretrained and options.checkpoint is None
     full_name = _full_name(name)
@@ -123,12 +125,21 @@ def check_published(name: str, args: Mapping[str, object], advice: str) -> None:
         ) from error
 
 
-def _load_with_classifier(model: Any, checkpoint: str | Path) -> None:
-    """Load a checkpoint with a classifier of as many classes as it has, perhaps none."""
+def _load_with_classifier(model: Any, checkpoint: str | Path, wanted: int | None) -> None:
+    """Load a checkpoint with a classifier of as many classes as it has, perhaps none.
+
+    Args:
+        wanted: The number of classes that the caller gave; another one than the checkpoint's is refused. None for any.
+    """
     state = read_weights(checkpoint)
     heads = image_facts(model).head
     weight = next((state[key] for key in state if key.startswith(heads) and state[key].ndim > 1), None)
     outputs = 0 if weight is None else len(weight)
+    if wanted not in (None, outputs):
+        raise ValueError(
+            f"args say num_classes {brief(wanted)} and checkpoint {str(checkpoint)!r} has {outputs}: leave out "
+            "num_classes; reset_classifier of the opened model makes a new classifier"
+        )
     # Resized to the checkpoint before loading, which is strict.
     model.reset_classifier(outputs)
     load_weights(model, converted(state, model), checkpoint)

@@ -20,6 +20,7 @@ from mmod.opening.runs import find_weights
 from mmod.opening.timm import published_classes
 from mmod.opening.weights import read_weights
 from mmod.pretrained import load_pretrained
+from mmod.values import brief
 
 _CONFIG = "config.json"
 _CLASSIFIER = "ForImageClassification"
@@ -67,7 +68,7 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
     if KEY in described:
         options.refuse_changes(folder)
         return load_pretrained(folder).float().train()
-    named = {_NAMES.get(name, name): value for name, value in options.args.items()}
+    named = _by_fields(options.args)
     if described["model_type"] == "timm_wrapper":
         named = _of_wrapper(options.args, described)
     if "num_hidden_layers" in named and "out_features" in described:
@@ -91,6 +92,18 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
     if "image_size" in named:
         model = _at_size(model, config, folder)
     return model.train()
+
+
+def _by_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by the names of a config's fields; a field that two names give different values is refused."""
+    named = dict(args)
+    for name, field in _NAMES.items():
+        if name not in named:
+            continue
+        value = named.pop(name)
+        if named.setdefault(field, value) != value:
+            raise ValueError(f"model.args say {name} {brief(value)} and {field} {brief(named[field])}: leave out one")
+    return named
 
 
 def _with_frozen_mask(model: Any) -> Any:

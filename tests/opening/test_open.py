@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import mmod
@@ -192,9 +192,12 @@ def test_a_model_has_the_classes_and_preprocessing_of_its_weights(tmp_path: Path
 
 
 def test_a_checkpoint_brings_its_classifier(tmp_path: Path) -> None:
+    file = write_seven(tmp_path)
     expected = timm.create_model("test_vit", num_classes=7)
-    save_file(expected.state_dict(), tmp_path / "seven.safetensors")
-    same(open_model("test_vit", checkpoint=tmp_path / "seven.safetensors").model, expected)
+    expected.load_state_dict(load_file(file))
+    same(open_model("test_vit", checkpoint=file).model, expected)
+    # The same number said twice is no contradiction.
+    same(open_model("test_vit", checkpoint=file, args={"num_classes": 7}).model, expected)
 
 
 def test_arguments_go_to_the_host(tmp_path: Path) -> None:
@@ -223,6 +226,17 @@ def write_cut(folder: Path) -> str:
 def write_weights(folder: Path) -> str:
     save_file({"a": torch.zeros(1)}, folder / "weights.safetensors")
     return str(folder / "weights.safetensors")
+
+
+def write_seven(folder: Path) -> str:
+    """Return a file with weights of seven classes."""
+    save_file(timm.create_model("test_vit", num_classes=7).state_dict(), folder / "seven.safetensors")
+    return str(folder / "seven.safetensors")
+
+
+def write_vit(folder: Path) -> str:
+    save_image_model("vit", folder / "vit")
+    return str(folder / "vit")
 
 
 def write_config(folder: Path) -> str:
@@ -271,6 +285,22 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     "other weights": (
         lambda folder: open_model("test_vit", checkpoint=write_weights(folder)),
         "does not fit the model",
+    ),
+    "classes that the weights do not have": (
+        lambda folder: open_model("test_vit", checkpoint=write_seven(folder), args={"num_classes": 4}),
+        r"args say num_classes 4 and checkpoint '.*seven\.safetensors' has 7: leave out num_classes",
+    ),
+    "features of weights with a classifier": (
+        lambda folder: open_model("test_vit", checkpoint=write_seven(folder), args={"num_classes": 0}),
+        "args say num_classes 0 and checkpoint .* has 7",
+    ),
+    "two sizes": (
+        lambda _: open_model("test_vit", pretrained=False, image_size=96, args={"img_size": 64}),
+        "image_size is 96 and args say img_size 64: leave out one",
+    ),
+    "two numbers of classes": (
+        lambda folder: open_model(write_vit(folder), args={"num_classes": 4, "num_labels": 7}),
+        r"model\.args say num_classes 4 and num_labels 7: leave out one",
     ),
     "a size that patches do not divide": (
         lambda _: open_model("test_vit", pretrained=False, image_size=100).preprocessing,
