@@ -976,13 +976,15 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
             # Epochs that end early take their share of one of the dense model's, which had 20 steps of 64 samples.
             Path(name, "result.json").write_text(result.replace("{", '{"steps": 80, ', 1))
             Path(name, "config.yaml").write_text("data: {batch_size: 64}")
-            data = dataclasses.replace(first.training.data, batch_size=64)
-            limited = {"data": dataclasses.replace(data, train_limit=128)}
-            for changes, share in (({"data": data, "epoch_steps": 5}, 1 / 4), (limited, 1 / 10)):
-                short = [
-                    dataclasses.replace(run, training=dataclasses.replace(run.training, **changes))
-                    for run in [first, *runs[1:]]
-                ]
+            of_images = {"batch_size": 64}
+            limited = {**of_images, "train_limit": 128}
+            for data, changes, share in ((of_images, {"epoch_steps": 5}, 1 / 4), (limited, {}, 1 / 10)):
+                short = []
+                for one in [first, *runs[1:]]:
+                    training = dataclasses.replace(
+                        one.training, data=dataclasses.replace(one.training.data, **data), **changes
+                    )
+                    short.append(dataclasses.replace(one, training=training))
                 seconds = round(60 * share * len(runs))
                 assert f": about {seconds // 60:02}:{seconds % 60:02} by" in training_ahead(short)
             Path(name, "result.json").write_text(result)

@@ -16,7 +16,7 @@ from mmod.io.files import is_of_transformers
 from mmod.plain import from_plain
 from mmod.training.engine import config as engine
 from mmod.training.engine.groups import TeacherConfig
-from mmod.values import Checked
+from mmod.values import Checked, brief
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ class TrainConfig(engine.LoopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_size()
         self._check_elastic()
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
@@ -178,6 +179,18 @@ class TrainConfig(engine.LoopConfig):
         """Return the number of blocks, if the config states it."""
         depth = self.model.args.get("depth")
         return {"image": depth} if isinstance(depth, int) else {}
+
+    def _check_size(self) -> None:
+        """Refuse a model's size that is not that of the images, to which a model of any size would resample."""
+        side = self.data.image_size
+        for name in ("img_size", "image_size"):
+            size = self.model.args.get(name)
+            if size in (None, side) or (isinstance(size, (list, tuple)) and list(size) == [side, side]):
+                continue
+            raise ValueError(
+                f"data.image_size is {side} and model.args.{name} {brief(size)}; set model.args.{name} to {side}, or "
+                "data.image_size to the model's"
+            )
 
     def _check_elastic(self) -> None:
         if self.elastic is None:

@@ -51,3 +51,17 @@ def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["epochs"] == 7
     assert printed["data"]["source"] == "digits"
+
+
+@pytest.mark.parametrize("name", ["img_size", "image_size"])
+@pytest.mark.parametrize("size", [60, 16, [32, 64]])
+def test_a_size_of_the_model_that_is_not_the_images_is_refused(path: Path, name: str, size: int | list[int]) -> None:
+    # A model of any size would resample its positions, and train.
+    arguments = ["--model.args.dynamic_img_size", "true", f"--model.args.{name}", str(size)]
+    with pytest.raises(ValueError, match=rf"data\.image_size is 32 and model\.args\.{name} .*{name} to 32, or"):
+        TrainConfig.load(path, arguments)
+
+
+@pytest.mark.parametrize("size", ["32", "[32, 32]", "null"])
+def test_a_size_of_the_model_may_be_said_as_the_host_reads_it(path: Path, size: str) -> None:
+    TrainConfig.load(path, ["--model.args.img_size", size])

@@ -148,9 +148,9 @@ class TestStartingWeights:
     )
     def test_images_that_do_not_fit(self, tmp_path: Path, field: str, message: str) -> None:
         config = tiny_config(output=tmp_path)
-        config = replace(config, data=replace(config.data, **{field: 3}))
+        data = replace(config.data, **{field: 3})
         with pytest.raises(ValueError, match=message):
-            create_models(ImageKind(config))
+            create_models(ImageKind(replace(config, data=data)))
 
 
 @pytest.mark.parametrize("routing", [None, {"router": "linear", "gate": "tanh"}], ids=["dense", "routed"])
