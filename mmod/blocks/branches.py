@@ -64,9 +64,12 @@ def weigh_branch(
     if gate_BK is None:
         return output
     # Attention of a decoder layer also returns its map.
-    first = output[0] if isinstance(output, tuple) else output
-    first = first * gate_BK.unsqueeze(-1).to(first.dtype)
-    return (first, *output[1:]) if isinstance(output, tuple) else first
+    in_tuple = isinstance(output, tuple)
+    update = output[0] if in_tuple else output
+    update = update * gate_BK.unsqueeze(-1).to(update.dtype)
+    if in_tuple:
+        return (update, *output[1:])
+    return update
 
 
 class BranchState(NamedTuple):
@@ -151,7 +154,9 @@ def return_zeros(
     """
     x = _first_tensor(args, kwargs)
     zeros = x.new_zeros((*x.shape[:-1], channels))
-    return zeros if others is None else (zeros, *[None] * others)
+    if others is None:
+        return zeros
+    return (zeros, *[None] * others)
 
 
 def return_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

@@ -164,4 +164,6 @@ class StackCalls:
         if not others:
             return first
         # Which of them are this pass's is unknown: only a grid that all have holds for it.
-        return Patches(first.grid if all(other.grid == first.grid for other in others) else None)
+        if all(other.grid == first.grid for other in others):
+            return Patches(first.grid)
+        return Patches()

@@ -112,11 +112,14 @@ def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHE
     titles = [mixin.mod_title or mixin.__name__.removesuffix("Block") for mixin in mixins if not mixin.mod_keeps_name]
     # The host's module and text, so that tools which tell a class by them still know it.
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
-    container = Container if issubclass(host, (nn.Sequential, nn.ModuleList)) else None
+    container = None
+    if issubclass(host, (nn.Sequential, nn.ModuleList)):
+        container = Container
     # They run from left to right, each calling the next by `super().forward`: the outer mixin translates the host's
     # call for the method's mixin, which decides what runs, and the inner one translates back for the host's class.
     bases = [base for base in (shell.outer, *mixins, shell.inner, container, host) if base is not None]
-    converted = type("".join(titles) + host.__name__, tuple(bases), {**members, "mod_host": host, "mod_mixins": mixins})
+    name = "".join(titles) + host.__name__
+    converted = type(name, tuple(bases), {**members, "mod_host": host, "mod_mixins": mixins})
     for mixin in mixins:
         mixin.mod_complete(converted, host)
     # Of two threads that make the class at once, both get the first one.
@@ -215,9 +218,11 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
     present = mixins_of(module)
     if mixin in present:
         mixins = present
-    else:
+    elif mixin.mod_stacks:
         # Mixins that stack watch calls, so they stand around the one that changes what the module computes.
-        mixins = (mixin, *present) if mixin.mod_stacks else (*present, mixin)
+        mixins = (mixin, *present)
+    else:
+        mixins = (*present, mixin)
     converted = converted_class(mixins, host_class(module), shell)
     apart = [other for other in mixins if not other.mod_stacks]
     if len(apart) > 1 or (mixin in present and not isinstance(module, converted)):
@@ -265,11 +270,16 @@ def mixin_forwards(module_class: type[nn.Module]) -> list[Any]:
 
 
 def _maker(module: Any) -> str:
-    return f"the method {_kind(module)!r}" if _kind(module) else "no method"
+    kind = _kind(module)
+    if not kind:
+        return "no method"
+    return f"the method {kind!r}"
 
 
 def _kind(module: Mixin) -> str:
-    return "" if module.mod_method is None else str(module.mod_method.kind)
+    if module.mod_method is None:
+        return ""
+    return str(module.mod_method.kind)
 
 
 def modules_of(model: nn.Module, method: str) -> list[Mixin]:
@@ -292,6 +302,7 @@ def remove(module: nn.Module, mixin: type[Mixin]) -> None:
     others = tuple(other for other in mixins_of(module) if other is not mixin)
     host = host_class(module)
     _put_class(module, converted_class(others, host) if others else host)
+    # What the method noted goes with its last mixin.
     if not any(other.mod_of_method for other in others):
         for name in ("mod_method", "mod_drawn", "mod_told"):
             vars(module).pop(name, None)

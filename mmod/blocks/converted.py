@@ -47,12 +47,13 @@ class ConvertedBlock(Mixin):
         """Run what contains the host's attention, inside a mode that reads it."""
         state = self.mod_state
         name = state.call.operators.get("attention")
-        attention = None if name is None else self.get_submodule(name)
-        # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
-        # replaced.
-        if name is not None and isinstance(attention, Branch) and "forward" not in vars(attention):
-            with running(state.inner, {name: watch.run}):
-                return run()
+        if name is not None:
+            attention = self.get_submodule(name)
+            # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
+            # replaced.
+            if isinstance(attention, Branch) and "forward" not in vars(attention):
+                with running(state.inner, {name: watch.run}):
+                    return run()
         watch.cross = state.call.cross
         with running(state.inner, {}):
             y: Tensor = watch.run(run, (), {})
@@ -93,7 +94,9 @@ def trace_as_node(block: nn.Module, x: object, args: tuple[Any, ...], kwargs: Ma
 def check_tokens(block: nn.Module, x: object) -> None:
     """Raise a ValueError if a block gets anything but tokens, such as a list of batches of several sizes."""
     if not isinstance(x, (Tensor, fx.Proxy)):
-        what = f"{type(x).__name__} of {len(x)}" if isinstance(x, (list, tuple)) else type(x).__name__
+        what = type(x).__name__
+        if isinstance(x, (list, tuple)):
+            what += f" of {len(x)}"
         raise ValueError(
             f"a changed {host_class(block).__name__} takes tokens (images, tokens, channels), got a {what}: call "
             "the model once for each batch of images of one size"

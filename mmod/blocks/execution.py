@@ -44,7 +44,9 @@ def choose_execution(call: BlockCall, config: RoutingConfig) -> Execution:
         return OneBranch(call, config)
     if config.context == "all":
         return AmongAll(call, config)
-    return CachedTokens(call, config) if call.caches else KeptTokens(call, config)
+    if call.caches:
+        return CachedTokens(call, config)
+    return KeptTokens(call, config)
 
 
 class AllTokens(Rows):
@@ -68,17 +70,20 @@ class RowsInPlace(AllTokens):
         """Return the tokens after the layer; skipped ones are unchanged, or weighed."""
         x_BND = self.x_BND
         routing = self.routing if self.weighs else without_gate(self.routing)
-        if routing.kept.valid_BK is None:
+        valid_B1 = routing.kept.valid_BK
+        if valid_B1 is None:
             return write_kept(x_BND, x_BND, y_BKD, routing)
         # A skipped token of a decoding step ran too, which keeps shapes and addresses; its result is dropped here.
         new_B1D = lerp_rows(x_BND, y_BKD.to(x_BND.dtype), routing.gate_BK)
-        return torch.where(routing.kept.valid_BK.unsqueeze(-1), new_B1D, reweigh(x_BND, routing.skipped_BN))
+        old_B1D = reweigh(x_BND, routing.skipped_BN)
+        return torch.where(valid_B1.unsqueeze(-1), new_B1D, old_B1D)
 
 
 def in_order(x_BND: Tensor, routing: Routing) -> bool:
     """Return whether the rows of a decision are all tokens in order, kept or not."""
     tokens = x_BND.shape[1]
-    return routing.kept.index_BK.shape[1] == tokens and (routing.kept.valid_BK is None or tokens == 1)
+    kept = routing.kept
+    return kept.index_BK.shape[1] == tokens and (kept.valid_BK is None or tokens == 1)
 
 
 class CachedTokens(KeptTokens):
@@ -204,7 +209,11 @@ class OneBranch(Execution):
             attend_to_all: Runs the branch if kept tokens attend to all tokens; None if they attend to each other.
         """
         others = dict(kwargs)
-        x: Tensor = args[0] if args else others.pop("hidden_states")
+        x: Tensor
+        if args:
+            x = args[0]
+        else:
+            x = others.pop("hidden_states")
         x_BND = x
         in_sequence = x.shape[:-1] != routing.score_BN.shape
         if in_sequence:
@@ -217,22 +226,30 @@ class OneBranch(Execution):
                 rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
             if not args:
                 return forward(hidden_states=rows, **arguments)
+            # Queries, keys and values may all be the tokens.
             return forward(*[rows if value is x else value for value in args], **arguments)
 
         if attend_to_all is not None:
             output = attend_to_all(run_on, others, x_BND, z_BKD)
+        elif routing.kept.index_BK.shape[1]:
+            output = run_on(z_BKD, **others)
         else:
             # Hosts take no empty sequence.
-            output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
+            output = z_BKD
         # What did not come from the host's branch is not in the tuple that the host's block unpacks.
         if self.operator in self.call.tuples and not isinstance(output, tuple):
             output = output, None
-        y_BKD = output[0] if isinstance(output, tuple) else output
-        y_BKD = y_BKD.view(z_BKD.shape) if in_sequence else y_BKD
+        in_tuple = isinstance(output, tuple)
+        y_BKD = output[0] if in_tuple else output
+        if in_sequence:
+            y_BKD = y_BKD.view(z_BKD.shape)
         # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
         # get none.
         nothing_BND = y_BKD.new_zeros(x_BND.shape)
         nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
         out = write_kept(nothing_BND, nothing_BKD, y_BKD, routing)
-        out = out.view(x.shape) if in_sequence else out
-        return (out, *output[1:]) if isinstance(output, tuple) else out
+        if in_sequence:
+            out = out.view(x.shape)
+        if in_tuple:
+            return (out, *output[1:])
+        return out

@@ -64,7 +64,9 @@ class GridSource(NamedTuple):
 
     def hook(self, calls: PerThread[StackCalls], score: Score) -> ModelHook:
         """Return the hook of the module that tells passes what a score reads of patches."""
-        see = partial(score.see, std=self.std) if score.reads_pixels else None
+        see = None
+        if score.reads_pixels:
+            see = partial(score.see, std=self.std)
         return ModelHook(after=partial(self.show, calls, see))
 
     def show(
@@ -115,12 +117,15 @@ class RowSource(NamedTuple):
         rows: Tensor = arguments[self.argument].detach()
         sides: Tensor | None = arguments.get("merge_sizes")
         sizes = arguments["grid_thw"].tolist()
-        by_picture = [self.side] * len(sizes) if sides is None else sides.tolist()
+        if sides is None:
+            by_picture = [self.side] * len(sizes)
+        else:
+            by_picture = sides.tolist()
         parts = rows.flatten(1).split([frames * height * width for frames, height, width in sizes])
-        return [
-            (spread_rows(part, grid, side, self.channels), side)
-            for part, grid, side in zip(parts, sizes, by_picture, strict=True)
-        ]
+        pictures = []
+        for part, size, side in zip(parts, sizes, by_picture, strict=True):
+            pictures.append((spread_rows(part, size, side, self.channels), side))
+        return pictures
 
     def hook(self, calls: PerThread[StackCalls], score: Score) -> ModelHook:
         """Return the hook of the module that tells passes what a score reads of pixels."""
@@ -143,7 +148,9 @@ class RowSource(NamedTuple):
         row_N = spread_rows(numbers.unsqueeze(1), (1, rows, columns), side, 1).flatten()
         if self.order is None:
             return row_N
-        return self.order(self.module, (rows, columns)).to(row_N.device).argsort()[row_N]
+        # It says which row comes at each place; asked for is the place of each row.
+        comes_N = self.order(self.module, (rows, columns)).to(row_N.device)
+        return comes_N.argsort()[row_N]
 
 
 def spread_rows(rows_PF: Tensor, grid: Sequence[int], side: int, channels: int) -> Tensor:
@@ -172,7 +179,9 @@ def cut_patches(module: nn.Conv2d, image_BHYX: Tensor) -> Tensor:
         torch.Size([2, 2, 3, 3, 16])
     """
     height, width = module.kernel_size
-    rows, columns = image_BHYX.shape[2] // height, image_BHYX.shape[3] // width
+    rows = image_BHYX.shape[2] // height
+    columns = image_BHYX.shape[3] // width
+    # A convolution reads no patch that the image has in part.
     image_BHYX = image_BHYX[:, :, : rows * height, : columns * width]
     cut = image_BHYX.unflatten(3, (columns, width)).unflatten(2, (rows, height))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(4)
@@ -185,18 +194,28 @@ def _in_rows(values: tuple[Tensor, ...], row_N: Tensor) -> list[Tensor]:
         row_N: The row of each patch.
     """
     index_N = row_N.argsort()
-    in_order = [value_BN[:, index_N] for value_BN in values]
-    return [value_BN if value_BN.is_floating_point() else row_N[value_BN] for value_BN in in_order]
+    in_order = []
+    for value_BN in values:
+        moved_BN = value_BN[:, index_N]
+        if not moved_BN.is_floating_point():
+            # Indices of patches, which have moved too.
+            moved_BN = row_N[moved_BN]
+        in_order.append(moved_BN)
+    return in_order
 
 
 def _padded(value_BN: Tensor, longest: int) -> Tensor:
     """Return values of patches with zeros behind them, or indices with those of the padding itself."""
     pictures, patches = value_BN.shape
     behind = torch.arange(patches, longest, device=value_BN.device).expand(pictures, -1)
-    return torch.cat([value_BN, torch.zeros_like(behind) if value_BN.is_floating_point() else behind], dim=1)
+    if value_BN.is_floating_point():
+        behind = torch.zeros_like(behind)
+    return torch.cat([value_BN, behind], dim=1)
 
 
 def patches_of_pass(calls: PerThread[StackCalls]) -> Patches:
     """Return what is known of the patches of the forward pass that entered a block last in this thread."""
     entered = calls.value.entered
-    return Patches() if entered is None else entered.patches
+    if entered is None:
+        return Patches()
+    return entered.patches

@@ -45,11 +45,12 @@ class ImportanceState(BlockState):
         """Note importance for others than blocks of a span."""
         if recomputing():
             return
-        # Padding around images that the host runs as one sequence stands for nothing.
         assert self.noted is not None
         call: Any = self.call
-        is_padded = bool(call.boundaries) and valid_BN is not None
-        self.noted.value.append(importance_BN[valid_BN] if is_padded else importance_BN)
+        if call.boundaries and valid_BN is not None:
+            # Padding around images that the host runs as one sequence stands for nothing.
+            importance_BN = importance_BN[valid_BN]
+        self.noted.value.append(importance_BN)
 
 
 class ImportanceBlock(ConvertedBlock):

@@ -86,7 +86,9 @@ class BlockOwner(Mixin):
             # The host's forward runs it: they are one call.
             outer.awaits_features = False
             return run(*args, **kwargs)
-        losses = self.mod_uncollected() if self.mod_owner.losing else []
+        losses = []
+        if self.mod_owner.losing:
+            losses = self.mod_uncollected()
         try:
             calls.running = self.mod_new_call(name, outer)
             return run(*args, **kwargs)

@@ -275,7 +275,10 @@ def deciding_modules(model: nn.Module) -> dict[str, Deciding]:
     modules: dict[str, Deciding] = {}
     enclosing = ""
     for name, module in model.named_modules():
-        if isinstance(module, Deciding) and not (enclosing and name.startswith(enclosing)):
-            modules[name] = module
-            enclosing = f"{name}." if "" in module.mod_places() else enclosing
+        is_enclosed = bool(enclosing) and name.startswith(enclosing)
+        if not isinstance(module, Deciding) or is_enclosed:
+            continue
+        modules[name] = module
+        if "" in module.mod_places():
+            enclosing = f"{name}."
     return modules

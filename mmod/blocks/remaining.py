@@ -83,8 +83,10 @@ class Remaining:
 
     def take(self, step: Reduced, z_BND: Tensor) -> Tensor:
         """Return the rows after a step, from those before it."""
-        token_BN = self.token_BK
-        self.token_BK = step.index_BK if token_BN is None else token_BN.gather(1, step.index_BK)
+        if self.token_BK is None:
+            self.token_BK = step.index_BK
+        else:
+            self.token_BK = self.token_BK.gather(1, step.index_BK)
         self.size_BK = step.size_BK
         if not self.restores:
             return step.z_BKD
@@ -93,7 +95,9 @@ class Remaining:
             self.drops = True
         slot_BN = step.slots(z_BND.shape[1])
         if self.slot_BN is not None:
-            slot_BN = torch.where(self.slot_BN >= 0, slot_BN.gather(1, self.slot_BN.clamp(min=0)), -1)
+            # A token goes where its row went; dropped ones have no row.
+            now_BN = slot_BN.gather(1, self.slot_BN.clamp(min=0))
+            slot_BN = torch.where(self.slot_BN >= 0, now_BN, -1)
         self.slot_BN = slot_BN
         return step.z_BKD
 
@@ -111,8 +115,8 @@ class Remaining:
         if self.slot_BN is None:
             return y_BKD
         # Tokens share slots, so the gradient of a gather must add up.
-        index = self.slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
-        y_BND = y_BKD.gather(1, index)
+        index_BN1 = self.slot_BN.clamp(min=0).unsqueeze(-1)
+        y_BND = y_BKD.gather(1, index_BN1.expand(-1, -1, y_BKD.shape[-1]))
         if not self.drops:
             return y_BND
         assert self._old_BND is not None

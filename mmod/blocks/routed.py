@@ -105,8 +105,10 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if type(x) is not Tensor and not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
+        arguments: Mapping[str, Any] = {}
         # Most hosts pass tokens alone, and binding takes time.
-        arguments = state.call.bind(args, kwargs) if args or kwargs else {}
+        if args or kwargs:
+            arguments = state.call.bind(args, kwargs)
         routing = self.mod_decide(x, arguments)
         rows = state.execution.make_rows(self, x, arguments, routing)
         y = state.execution.run(self, super().forward, rows.z, arguments, rows)
@@ -115,7 +117,10 @@ class RoutedBlock(Deciding, ConvertedBlock):
     def mod_decide(self, x: Tensor, arguments: Mapping[str, Any]) -> Routing:
         """Return which of the tokens (B, N, D) run."""
         state = self.mod_state
-        tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
+        if arguments or state.call.masks_always:
+            tokens = state.call.masks(arguments, x)
+        else:
+            tokens = NO_MASKS
         scored = self.mod_normed(x) if state.execution.scores_norm else x
         routing: Routing = self.router(scored, None, tokens)
         if self.training or state.records.value.traced:
@@ -187,8 +192,12 @@ class SpannedBlock(RoutedBlock):
             whole = state.call.begin_whole(args, kwargs, x)
             if whole is not None:
                 return host(x, **whole)
-        arguments = state.call.bind(args, kwargs) if args or kwargs else {}
-        span_pass = None if state.span is None else self.mod_enter(x, arguments)
+        arguments: Mapping[str, Any] = {}
+        if args or kwargs:
+            arguments = state.call.bind(args, kwargs)
+        span_pass = None
+        if state.span is not None:
+            span_pass = self.mod_enter(x, arguments)
         if execution.between_halves:
             x = self.mod_attend(x, arguments, span_pass)
         rows, z = self.mod_gather(x, arguments, span_pass)
@@ -259,7 +268,10 @@ class SpannedBlock(RoutedBlock):
                 x = rows.write_back(x)
                 rows = span_pass.rows = None
         if routing is None:
-            tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
+            if arguments or state.call.masks_always:
+                tokens = state.call.masks(arguments, x)
+            else:
+                tokens = NO_MASKS
             routing = self._mod_decide(x, span_pass, tokens)
         if self.training or state.records.value.traced:
             self.mod_note(routing, x)
@@ -283,8 +295,10 @@ class SpannedBlock(RoutedBlock):
             is_read = span_pass.read_blocks and state.number in span_pass.read_blocks
             shrinks = rows is span_pass.rows or rows.shrinks
             passes_on = shrinks and not is_read
-        span_pass.rows = rows if passes_on else None
-        if not passes_on:
+        if passes_on:
+            span_pass.rows = rows
+        else:
+            span_pass.rows = None
             y = rows.write_back(y)
         if not span_pass.uninterrupted:
             return state.span.leave(y, span_pass, state)
@@ -361,12 +375,17 @@ class SpannedBlock(RoutedBlock):
                 return made.to(device)
             if made.kept.index_BK.device == device and all(a is b for a, b in zip(made.tokens, tokens)):
                 return made
-        earlier = self._mod_joined_before(span_pass, device) if rule.config.joins else None
+        if not rule.config.joins:
+            return None
+        earlier = self._mod_joined_before(span_pass, device)
         if earlier is None:
             return None
         # Scores that are shared where tokens join never learn.
         with torch.no_grad():
-            rows_BKD = gather_kept(x_BND, earlier) if span_pass.rows is None else x_BND
+            rows_BKD = x_BND
+            if span_pass.rows is None:
+                # The block before returned all tokens.
+                rows_BKD = gather_kept(x_BND, earlier)
             narrowed: Routing = self.router(rows_BKD, None, tokens, earlier)
         return narrowed
 
@@ -374,9 +393,12 @@ class SpannedBlock(RoutedBlock):
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
         # A block in between may have been removed from the model.
         for number in range(self.mod_state.position - 1, -1, -1):
-            if number in span_pass.decisions:
-                routing = span_pass.decisions[number]
-                return None if routing.joined.slot_BN is None else routing.to(device)
+            if number not in span_pass.decisions:
+                continue
+            routing = span_pass.decisions[number]
+            if routing.joined.slot_BN is None:
+                return None
+            return routing.to(device)
         return None
 
 
@@ -384,11 +406,14 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:
     """Convert a dense block into a routed one."""
     call = state.call
     alone = state.span is None and not state.execution.between_halves and not call.decodes
-    convert(block, RoutedBlock if alone else SpannedBlock, state, call.shell)
+    mixin = RoutedBlock if alone else SpannedBlock
+    convert(block, mixin, state, call.shell)
     block.router = router
-    # A `FusedNorm` takes what the kernel that gathers the rows has normalised. Norms of other methods stay as they are.
-    if call.fused_norm and not is_converted(block.get_submodule(call.fused_norm)):
-        convert(block.get_submodule(call.fused_norm), FusedNorm, state.inner)
+    if call.fused_norm:
+        # A `FusedNorm` takes what the kernel that gathers the rows has normalised. Norms of other methods stay.
+        norm = block.get_submodule(call.fused_norm)
+        if not is_converted(norm):
+            convert(norm, FusedNorm, state.inner)
     config = router.config
     operator = str(config.operator)
     if operator != "block":

@@ -106,8 +106,10 @@ def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) ->
         x_BND = reweigh(x_BND, skipped_BN)
     if kept.image_S is None:
         return merge_rows(x_BND, kept.index_BK, z_BKD, y_BKD, gate_BK, kept.valid_BK, kept.inverse_BN)
-    gate_SN = None if gate_BK is None else gate_BK.index_select(0, kept.image_S)
-    return x_BND.index_copy(0, kept.image_S, lerp_rows(z_BKD, y_BKD, gate_SN))
+    if gate_BK is not None:
+        # The rows are those of kept images, and so are their gates.
+        gate_BK = gate_BK.index_select(0, kept.image_S)
+    return x_BND.index_copy(0, kept.image_S, lerp_rows(z_BKD, y_BKD, gate_BK))
 
 
 def reweigh(x_BND: Tensor, weight_BN: Tensor | None) -> Tensor:
@@ -211,8 +213,9 @@ class Rows:
             packing = pack_rows(index_BK, valid_BK, total, self.x_BND.shape[1])
             lengths = [length for length in packing.cu_seqlens.diff().tolist() if length]
             bias = self.routing.joined.bias
-            bias_T = None if bias is None else bias.flatten()[packing.slot_T]
-            self.filled = packing, attend_within(packing, attend_by_length(lengths, bias_T))
+            if bias is not None:
+                bias = bias.flatten()[packing.slot_T]
+            self.filled = packing, attend_within(packing, attend_by_length(lengths, bias))
         return self.filled
 
     def _narrow(self, rows_BND: Tensor, routing: Routing) -> Tensor:
@@ -273,8 +276,10 @@ class PackedRows(Rows):
 
     def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens after the block, from its packed rows."""
-        gate_1T = self.gate_1T if self.weighs else None
-        new_TD = lerp_rows(self._z_TD, y_BKD.squeeze(0), None if gate_1T is None else gate_1T.squeeze(0))
+        gate = self.gate_1T if self.weighs else None
+        if gate is not None:
+            gate = gate.squeeze(0)
+        new_TD = lerp_rows(self._z_TD, y_BKD.squeeze(0), gate)
         x_BND = reweigh(self.x_BND, self.routing.skipped_BN)
         return x_BND.flatten(0, 1).index_copy(0, self.packing.row_T, new_TD).view_as(x_BND)
 
@@ -312,7 +317,10 @@ class Execution(ABC):
 
     def first_norm(self, block: ConvertedBlock) -> nn.Module | None:
         """Return the block's first norm, if a kernel may compute it; a CPU has one only where it is forced."""
-        return getattr(block, self.call.fused_norm) if self.call.fused_norm else None
+        if not self.call.fused_norm:
+            return None
+        norm: nn.Module = getattr(block, self.call.fused_norm)
+        return norm
 
     def gated(self, block: ConvertedBlock, gate: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the gate weighs the block's branches, if the config says so."""
@@ -366,7 +374,8 @@ class KeptTokens(Execution):
         packed = self.call.pack(arguments, rows.x_BND, rows.routing, packing)
         # Each block must attend.
         attention.calls = 0
-        y = attention.run(host, (z.flatten(0, 1)[slot_T].unsqueeze(0),), packed)
+        z_1TD = z.flatten(0, 1)[slot_T].unsqueeze(0)
+        y = attention.run(host, (z_1TD,), packed)
         empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
         return empty_SD.index_copy(0, slot_T, y.squeeze(0)).view_as(z)
 

@@ -138,8 +138,7 @@ class SequenceImages:
         """Read the grids."""
         grids: Tensor = arguments[GRIDS]
         # Blocks read the lengths outside graphs too.
-        begin = torch.compiler.disable(self._begin) if torch.compiler.is_compiling() else self._begin
-        begin(grids)
+        _outside_graphs(self._begin)(grids)
 
     def _begin(self, grids: Tensor) -> None:
         lengths: list[int] = []
@@ -149,8 +148,7 @@ class SequenceImages:
 
     def forget(self, module: nn.Module, arguments: Arguments, output: Any) -> None:
         """Forget the call."""
-        end = torch.compiler.disable(self._end) if torch.compiler.is_compiling() else self._end
-        end()
+        _outside_graphs(self._end)()
 
     def _end(self) -> None:
         # There are none of a call that got no grids.
@@ -166,7 +164,8 @@ class SequenceImages:
         known: Segments | None = getattr(boundaries, _IMAGES, None)
         if known is not None:
             return known
-        images = Segments(self.calls.value.lengths[-1] if self.calls.value.lengths else ())
+        lengths = self.calls.value.lengths
+        images = Segments(lengths[-1] if lengths else ())
         if sum(images.lengths) != sum(windows.lengths) or not windows.divides(images):
             raise ValueError(
                 f"a routed block got {len(windows.lengths)} windows of {sum(windows.lengths)} tokens, and the images "
@@ -175,6 +174,13 @@ class SequenceImages:
             )
         setattr(boundaries, _IMAGES, images)
         return images
+
+
+def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    if torch.compiler.is_compiling():
+        disabled: Callable[..., Any] = torch.compiler.disable(function)
+        return disabled
+    return function
 
 
 def split_rows(value: Any, segments: Segments) -> Any:
@@ -190,7 +196,9 @@ def as_one_sequence(
     Args:
         filled_BK: The rows of the batch that the sequence has (B, K); None for all.
     """
-    every_row = slice(None) if filled_BK is None else filled_BK.flatten()
+    every_row = slice(None)
+    if filled_BK is not None:
+        every_row = filled_BK.flatten()
     z_TD = x_BND.flatten(0, 1)[every_row]
     attended = len(z_TD)
     named = dict(arguments)
@@ -204,7 +212,14 @@ def as_one_sequence(
     elif call.boundaries:
         # On the CPU, where the host reads it without a synchronisation.
         named[call.boundaries] = torch.tensor([0, attended], dtype=torch.int32)
-    return z_TD if call.layout == "bare" else z_TD.unsqueeze(0), named
+    return _in_layout(call, z_TD), named
+
+
+def _in_layout(call: CallForm, x_TD: Tensor) -> Tensor:
+    """Return the tokens of one sequence as the host takes and returns them, mostly as a batch of one."""
+    if call.layout == "bare":
+        return x_TD
+    return x_TD.unsqueeze(0)
 
 
 def map_rows(change: Callable[..., Any], value: Any, *args: Any) -> Any:
@@ -215,7 +230,9 @@ def map_rows(change: Callable[..., Any], value: Any, *args: Any) -> Any:
 
 
 def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, (tuple, list)) else value
+    if isinstance(value, (tuple, list)):
+        return value[0]
+    return value
 
 
 class FlatBlock(InterceptedBlock):
@@ -230,7 +247,9 @@ class FlatBlock(InterceptedBlock):
         """Run the host's block."""
         call: CallForm = self.mod_state.call
         windows = kwargs.pop(WINDOWS, None)
-        window_BK = None if windows is None else windows.flatten(1)
+        window_BK = None
+        if windows is not None:
+            window_BK = windows.flatten(1)
         rows = [_first(kwargs[name]) for name in call.rows if kwargs.get(name) is not None]
         differ = [item for item in rows if item.ndim > 2]
         if not differ and not call.boundaries:
@@ -238,10 +257,12 @@ class FlatBlock(InterceptedBlock):
         bias = kwargs.pop(KEY_BIAS, None)
         # Without values, nothing tells how many rows a window keeps.
         if self.mod_state.inner.value.expects_batch or (window_BK is not None and window_BK.is_meta):
-            bias = bias if window_BK is None else _within_windows(bias, window_BK, x.dtype)
+            if window_BK is not None:
+                bias = _within_windows(bias, window_BK, x.dtype)
         elif call.boundaries and (bias is not None or window_BK is not None):
             return self._mod_run_filled(x, args, kwargs, bias, window_BK)
-        split = attend_by_image(len(differ[0]) if differ else len(x), bias)
+        images = len(differ[0]) if differ else len(x)
+        split = attend_by_image(images, bias)
         z, arguments = as_one_sequence(call, x, kwargs)
         y: Tensor = run_inside(self, split, super().forward, (z, *args), arguments)
         return y.view_as(x)
@@ -255,10 +276,15 @@ class FlatBlock(InterceptedBlock):
         window_BK: Tensor | None,
     ) -> Tensor:
         """Return the rows after the host's block, which gets those that a bias of keys (B, 1, 1, K) shows."""
-        filled_BK = torch.ones_like(x_BKD[..., 0], dtype=torch.bool) if bias is None else is_visible(bias)[:, 0, 0]
+        if bias is None:
+            filled_BK = torch.ones_like(x_BKD[..., 0], dtype=torch.bool)
+        else:
+            filled_BK = is_visible(bias)[:, 0, 0]
         z, arguments = as_one_sequence(self.mod_state.call, x_BKD, kwargs, filled_BK)
-        # What hides empty rows says nothing of filled ones.
-        bias_T = None if bias is None or bias.dtype == torch.bool else bias[:, 0, 0][filled_BK]
+        bias_T = None
+        # What only hides empty rows says nothing of filled ones.
+        if bias is not None and bias.dtype != torch.bool:
+            bias_T = bias[:, 0, 0][filled_BK]
         # Images and windows may keep no row.
         if window_BK is None:
             lengths = [count for count in filled_BK.sum(1).tolist() if count]
@@ -325,8 +351,7 @@ class SegmentsBlock(Mixin):
         self._mod_follow(z, x)
         if y.shape[1] < segments.longest:
             return y
-        joined = segments.join(y)
-        joined = joined if call.layout == "bare" else joined.unsqueeze(0)
+        joined = _in_layout(call, segments.join(y))
         self._mod_follow(y, joined)
         return joined
 
@@ -340,6 +365,10 @@ class SegmentsBlock(Mixin):
 
 def boundaries_of(arguments: Mapping[str, Any], x: Tensor) -> str:
     """Return the name of the argument that says where images begin in one sequence; empty where a batch tells it."""
-    sequence = x.ndim == 2 or (x.ndim == 3 and len(x) == 1)
-    tokens = x.shape[-2] if sequence else 0
-    return next((name for name, value in arguments.items() if sequence and is_boundaries(value, tokens)), "")
+    is_sequence = x.ndim == 2 or (x.ndim == 3 and len(x) == 1)
+    if not is_sequence:
+        return ""
+    for name, value in arguments.items():
+        if is_boundaries(value, x.shape[-2]):
+            return name
+    return ""

@@ -54,7 +54,9 @@ class InterceptedBlock(Mixin):
         else:
             y = run_inside(self, add_key_bias(bias), super().forward, (x, *args), kwargs)
         # The method's mixin gets the tokens alone, around which `FormBlock` makes the tuple again.
-        return y[0] if self.mod_state.call.in_tuple else y
+        if self.mod_state.call.in_tuple:
+            return y[0]
+        return y
 
 
 class FormBlock(Mixin):
@@ -76,4 +78,6 @@ class FormBlock(Mixin):
         y = super().forward(tokens, *args, **kwargs)
         if call.suffix:
             y = y.roll(-call.suffix, dims=1)
-        return (y, None) if call.in_tuple else y
+        if call.in_tuple:
+            return y, None
+        return y

@@ -115,7 +115,8 @@ class Span:
                 if not in_order:
                     span_pass.position = state.position
             else:
-                found = self.find(x, None if in_order else state.position)
+                position = None if in_order else state.position
+                found = self.find(x, position)
                 if found is None:
                     return None
                 span_pass = found
@@ -167,8 +168,10 @@ class Span:
         if started.uninterrupted and call.read_blocks is not None:
             # Known only now: hosts decide what to collect inside their forward.
             read = call.read_blocks()
-            started.uninterrupted = read is not None
-            started.read_blocks = () if read is None else read
+            if read is None:
+                started.uninterrupted = False
+            else:
+                started.read_blocks = read
         if started.uninterrupted:
             call.latest = started
             return started
@@ -230,12 +233,16 @@ class Span:
                 del remembered[address]
 
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
-        kept = y if y._base is None else y._base
+        kept = y
+        if y._base is not None:
+            kept = y._base
         remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
 
     def follow(self, x: Tensor, y: Tensor) -> None:
         """Remember that a tensor belongs to the pass of another one, if that is known, whose values it rearranges."""
-        found = None if torch.compiler.is_compiling() else self._pass_of(x)
+        if torch.compiler.is_compiling():
+            return
+        found = self._pass_of(x)
         if found is not None:
             self.hand_on(found, y)
 
@@ -243,9 +250,11 @@ class Span:
         """Return the pass that a tensor is remembered to belong to, or None."""
         look = _look(x)
         match = self._by_address.get(look[0])
-        tensor = None if match is None or match.look != look else match.tensor()
+        if match is None or match.look != look:
+            return None
+        tensor = match.tensor()
         # Memory may be given to another tensor while the first one lives.
-        if match is None or tensor is None or tensor.data_ptr() != match.address:
+        if tensor is None or tensor.data_ptr() != match.address:
             return None
         return match.found
 
@@ -264,7 +273,9 @@ class Span:
                 "on unchanged, or run one batch after the other, or call the whole model. The unfinished passes are "
                 "forgotten now"
             )
-        return reachable[0] if reachable else None
+        if not reachable:
+            return None
+        return reachable[0]
 
     def _find_recomputed(self, found: SpanPass | None) -> SpanPass | None:
         """Return the pass that the running backward pass recomputes: the one found by the input, or the last such."""
