@@ -171,10 +171,11 @@ class Method(Checked, ABC, group="method"):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
-        # JSON and YAML have no tuples.
-        fields = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
-        }
+        fields = dataclasses.asdict(self)
+        for name, value in fields.items():
+            # JSON and YAML have no tuples.
+            if isinstance(value, tuple):
+                fields[name] = list(value)
         return {"kind": self.kind, **fields}
 
     def with_settings_of(self, model: nn.Module) -> Method:
@@ -303,8 +304,9 @@ def _apply_in_training(model: Model, method: Method) -> Model:
     changed: Any = model
     try:
         # It follows those that are there, which are off in evaluation mode.
-        for earlier in () if _in_training(model) else changed.mod_training:
-            earlier.put_(model)
+        if not _in_training(model):
+            for earlier in changed.mod_training:
+                earlier.put_(model)
         method.put_(model)
         changed.mod_training = _in_training(model)
     finally:
@@ -463,7 +465,9 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     methods = tuple(method for method in methods if not method.training_only)
     watch_state(model, bool(methods))
     library = find_library(model)
-    describe = None if library is None else getattr(load_adapter(library), "describe_methods", None)
+    if library is None:
+        return
+    describe = getattr(load_adapter(library), "describe_methods", None)
     if describe is not None:
         describe(model, methods)
 

@@ -86,7 +86,9 @@ class Exit(Method):
 
     def _blocks_of(self, stack: BlockStack) -> tuple[int, ...]:
         """Return the numbers of the blocks that an exit follows."""
-        return after_quarters(len(stack.blocks)) if self.blocks is None else self.blocks
+        if self.blocks is None:
+            return after_quarters(len(stack.blocks))
+        return self.blocks
 
 
 class ExitHead(Added):
@@ -184,7 +186,9 @@ class ExitCall(StackCall):
 
     def _of_images(self, index_B: Tensor, value: Any) -> Any:
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
-        return value.index_select(0, index_B) if has_rows else value
+        if has_rows:
+            return value.index_select(0, index_B)
+        return value
 
     def narrowed(self, block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a block for the remaining images."""
@@ -236,7 +240,9 @@ class ExitBlock(Deciding, ConvertedBlock):
         if not isinstance(call, ExitCall):
             # Outside a call of the model no image exits.
             self._mod_trace(x, x.shape[0], None)
-            return super().forward(x, *args, **kwargs) if x.shape[0] else x
+            if x.shape[0]:
+                return super().forward(x, *args, **kwargs)
+            return x
         call.enter(x, state.number)
         self._mod_trace(x, call.total, call.index_B)
         y = x
@@ -260,8 +266,11 @@ class ExitBlock(Deciding, ConvertedBlock):
         """Record which images the block runs on, if a trace asks for it."""
         if not self.mod_record.traced:
             return
-        runs_B1 = torch.zeros(total, 1, dtype=torch.bool, device=x_BND.device)
-        runs_B1[slice(None) if index_B is None else index_B] = True
+        if index_B is None:
+            runs_B1 = torch.ones(total, 1, dtype=torch.bool, device=x_BND.device)
+        else:
+            runs_B1 = torch.zeros(total, 1, dtype=torch.bool, device=x_BND.device)
+            runs_B1[index_B] = True
         # A decision about images, each of which is one token here.
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
         self.mod_record.keep("", Routing(kept, runs_B1.float()))
@@ -283,8 +292,10 @@ class ExitBlock(Deciding, ConvertedBlock):
             # In half precision, 0.999 would be 1.
             dtype = torch.promote_types(logits.dtype, torch.float32)
             sure = logits.detach().softmax(dim=-1, dtype=dtype).amax(dim=-1)
-            # An image is as sure as its tokens on average, if there are logits for every token.
-            leaves_B = (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= self.mod_method.confidence
+            if sure.ndim > 1:
+                # There are logits for every token: an image is as sure as its tokens on average.
+                sure = sure.flatten(1).mean(dim=1)
+            leaves_B = sure >= self.mod_method.confidence
             answer = tree_map(lambda rows: rows[leaves_B], output)
         call.answers.append((index_B[leaves_B], answer))
         call.index_B = index_B[~leaves_B]
@@ -339,7 +350,9 @@ class ExitModel(BlockOwner):
             return call.gather(run(*args, **kwargs))
 
         output = super().mod_run_in_call(name, run_and_gather, args, kwargs)
-        return output if labels is None else _with_loss(self, output, labels)
+        if labels is None:
+            return output
+        return _with_loss(self, output, labels)
 
 
 def _with_loss(model: Any, output: Any, labels: Tensor) -> Any:

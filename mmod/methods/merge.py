@@ -98,9 +98,12 @@ class Merge(Reducing):
 
     def _counts(self, stack: BlockStack) -> dict[int, int]:
         """Return the number of merged tokens by block, without zeros."""
-        if isinstance(self.r, tuple) and len(self.r) != len(stack.blocks):
-            raise ValueError(f"r must have one number per block, {len(stack.blocks)}, got {len(self.r)}")
-        counts = self.r if isinstance(self.r, tuple) else (self.r,) * len(stack.blocks)
+        depth = len(stack.blocks)
+        counts = self.r
+        if isinstance(counts, int):
+            counts = (counts,) * depth
+        if len(counts) != depth:
+            raise ValueError(f"r must have one number per block, {depth}, got {len(counts)}")
         return {index: count for index, count in enumerate(counts) if count}
 
 
@@ -116,12 +119,14 @@ def merge_tokens(
     stay_BK, gone_BR, into_BR = match(attention.read_keys(), prefix, merged)
     if size_BN is None:
         size_BN = x_BND.new_ones(x_BND.shape[:2])
-    size_BK = size_BN.gather(1, stay_BK).scatter_add(1, into_BR, size_BN.gather(1, gone_BR))
+    gone_size_BR = size_BN.gather(1, gone_BR)
+    size_BK = size_BN.gather(1, stay_BK).scatter_add(1, into_BR, gone_size_BR)
     # A merged token is the mean of its tokens.
     sum_BND = x_BND * size_BN.unsqueeze(-1)
     into_BRD = into_BR.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1])
-    y_BKD = gather_rows(sum_BND, stay_BK).scatter_add(1, into_BRD, gather_rows(sum_BND, gone_BR))
-    return Reduced(y_BKD / size_BK.unsqueeze(-1), stay_BK, size_BK, joined_BR=(gone_BR, into_BR))
+    gone_BRD = gather_rows(sum_BND, gone_BR)
+    sum_BKD = gather_rows(sum_BND, stay_BK).scatter_add(1, into_BRD, gone_BRD)
+    return Reduced(sum_BKD / size_BK.unsqueeze(-1), stay_BK, size_BK, joined_BR=(gone_BR, into_BR))
 
 
 def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:

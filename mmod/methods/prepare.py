@@ -105,10 +105,10 @@ def _make_span(
     in_front = reads_importance and not config.merges_inside
     if in_front and first == 0:
         other = "" if stack.language else ", or choose by router='redundancy', which reads none"
+        routed = [row.block for row in config.resolved(len(stack.blocks)).rows]
         raise ValueError(
             f"block {first} needs the importance of a dense block before it, but none precedes it: keep block 0 "
-            f"dense, as blocks='late' does{other} (routed are "
-            f"{[row.block for row in config.resolved(len(stack.blocks)).rows]})"
+            f"dense, as blocks='late' does{other} (routed are {routed})"
         )
     start = first - 1 if in_front else first
     names = stack.names[start : run[-1] + 1]
@@ -132,14 +132,21 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
     """Raise a ValueError that names what a config asks of a part of another kind."""
     first = stack.names[0]
     score = config.router
-    importance = config.importance if config.wants_importance(training=True) else ""
-    # What one kind of part has, and the other lacks.
-    for_text = [f"language.{name}" for name in spelled(config.language)] if spelled(config.language) else []
-    for_text += ["router.tied"] if score.tied else []
-    for_text += [f"router={score.name!r}, which compares frames of videos"] if score.reads_frames else []
-    for_text += [f"router.importance={importance!r}"] if importance in ("last_token", "vision_tower") else []
-    for_images = ["router.shared"] if score.learns and score.shared else []
-    for_images += ["router.per='sequence'"] if score.per_image else []
+    importance = config.importance
+    # What language models have, and images lack.
+    for_text = [f"language.{name}" for name in spelled(config.language)]
+    if score.tied:
+        for_text.append("router.tied")
+    if score.reads_frames:
+        for_text.append(f"router={score.name!r}, which compares frames of videos")
+    if config.wants_importance(training=True) and importance in ("last_token", "vision_tower"):
+        for_text.append(f"router.importance={importance!r}")
+    # What images have, and language models lack.
+    for_images: list[str] = []
+    if score.learns and score.shared:
+        for_images.append("router.shared")
+    if score.per_image:
+        for_images.append("router.per='sequence'")
     if not stack.language and for_text:
         others = presets("image")
         own = [name for name in presets() if name not in others]
@@ -218,7 +225,9 @@ def _check_block(stack: BlockStack, config: RoutingConfig, index: int, call: Blo
     block = stack.blocks[index]
     # Modules of other methods in the block.
     others = [module for module in block.modules() if isinstance(module, Mixin)]
-    unfit = _unfit(stack, config, call) or (_unfit_with(block, config, call, others) if others else None)
+    unfit = _unfit(stack, config, call)
+    if unfit is None and others:
+        unfit = _unfit_with(block, config, call, others)
     if unfit is not None:
         option, reason = unfit
         raise ValueError(f"{option} is not possible in {name}, {reason}")
@@ -252,7 +261,8 @@ def _unfit_with(
     in_evaluation = any(module.mod_chooses_together(False) for module in others)
     together = in_evaluation or any(module.mod_chooses_together(True) for module in others)
     mlp_changed = block.get_submodule(call.operators["mlp"]) in others
-    kinds = ", ".join(dict.fromkeys(repr(module.mod_method.kind) for module in others if module.mod_method is not None))
+    methods = [module.mod_method for module in others if module.mod_method is not None]
+    kinds = ", ".join(dict.fromkeys(repr(method.kind) for method in methods))
     branch = call.operators.get(str(config.operator))
     if branch is not None and is_converted(block.get_submodule(branch)):
         return f"operator={config.operator!r}", "whose residual branch another method has changed: route its block"
@@ -286,15 +296,22 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
     # The first floating-point weight: those of a quantized block are integers.
     parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
     make = DecoderRouter if stack.language else Router
+    prefix = 0
+    # Whole images are kept or skipped with their leading tokens.
+    if config.protect_prefix and not config.router.per_image:
+        prefix = stack.prefix
+    patches = None
+    if stack.grid is not None or stack.rows is not None:
+        patches = partial(patches_of_pass, stack.calls)
     router = make(
         config,
         dim=stack.dim,
         block=index,
         capacity=capacity,
-        prefix=stack.prefix if config.protect_prefix and not config.router.per_image else 0,
+        prefix=prefix,
         device=parameter.device,
         dtype=parameter.dtype,
-        patches=None if stack.grid is None and stack.rows is None else partial(patches_of_pass, stack.calls),
+        patches=patches,
     )
     return router.train(block.training)
 

@@ -63,7 +63,9 @@ class Prune(Reducing):
     def rules(self, model: nn.Module, stack: BlockStack) -> dict[int, Reduction]:
         """Return the rule of each block that prunes."""
         depth = len(stack.blocks)
-        blocks = after_quarters(depth) if self.blocks is None else self.blocks
+        blocks = self.blocks
+        if blocks is None:
+            blocks = after_quarters(depth)
         check_blocks(blocks, depth)
         if self.by == "class_token" and not stack.class_token:
             raise ValueError(

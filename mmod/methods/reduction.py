@@ -73,7 +73,9 @@ class ReducedBlock(Deciding, ConvertedBlock):
 
     def mod_places(self) -> tuple[str, ...]:
         """Return one name if the block reduces tokens, else none."""
-        return () if self.mod_state.reduction is None else ("",)
+        if self.mod_state.reduction is None:
+            return ()
+        return ("",)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on the remaining tokens, and reduce them if it has a reduction."""
@@ -84,7 +86,8 @@ class ReducedBlock(Deciding, ConvertedBlock):
         span_pass.busy = True
         # Known only in the pass: whether the head reads rows depends on who called the model.
         if span_pass.remaining is None:
-            span_pass.remaining = Remaining(restores=not (span_pass.uninterrupted and span_pass.ends_for_head))
+            reaches_head = span_pass.uninterrupted and span_pass.ends_for_head
+            span_pass.remaining = Remaining(restores=not reaches_head)
         rows = span_pass.remaining
         z = rows.gather(x)
         bound = state.call.bind(args, kwargs)
@@ -112,14 +115,17 @@ class ReducedBlock(Deciding, ConvertedBlock):
         if unknown or arguments.get("is_causal"):
             # Padding of a batch comes by a name of mmod's; users know the argument that it was made from.
             names = [call.boundaries if name == KEY_BIAS else name for name in unknown]
-            hint = ", which hides padding: pass images of one size" if call.mask in unknown else ""
-            raise ValueError(
-                f"pruning and merging do not support the arguments {', '.join(names) or 'is_causal'}{hint}"
-            )
+            named = ", ".join(names) or "is_causal"
+            hint = ""
+            if call.mask in unknown:
+                hint = ", which hides padding: pass images of one size"
+            raise ValueError(f"pruning and merging do not support the arguments {named}{hint}")
         if rows.token_BK is not None:
             arguments = call.narrow_rows(arguments, rows.token_BK)
-        # Proportional attention: a merged token counts as the tokens that it represents.
-        bias = None if rows.size_BK is None else rows.size_BK.log()[:, None, None, :]
+        bias = None
+        if rows.size_BK is not None:
+            # Proportional attention: a merged token counts as the tokens that it represents.
+            bias = rows.size_BK.log()[:, None, None, :]
         return call.with_mask(arguments, bias)
 
     def _mod_reduce(self, x: Tensor, bound: dict[str, Any], span_pass: SpanPass, rows: Remaining) -> Tensor:
@@ -148,7 +154,9 @@ class ReducedBlock(Deciding, ConvertedBlock):
         if token_BK is None:
             token_BK = torch.arange(shape[1], device=device).expand(shape)
         index_BK, order_BK = token_BK.sort(dim=1)
-        size_BK = None if rows.size_BK is None else rows.size_BK.gather(1, order_BK)
+        size_BK = rows.size_BK
+        if size_BK is not None:
+            size_BK = size_BK.gather(1, order_BK)
         self.mod_record.keep("", Routing(Kept(index_BK), score_BN, joined=Joined(size_BK=size_BK)))
 
 
@@ -160,7 +168,10 @@ class ReducedModel(BlockOwner):
     def mod_new_call(self, name: str, outer: StackCall) -> StackCall:
         """Return a call in which the head reads the remaining tokens, or the grid."""
         call = super().mod_new_call(name, outer)
-        reads = head_reads(self) if name == "forward" else ""
+        reads = ""
+        # Other methods of the host return the tokens and run no head.
+        if name == "forward":
+            reads = head_reads(self)
         if reads not in self.mod_method.heads:
             return call
         if reads == "patches":
@@ -229,7 +240,8 @@ class Reducing(Method):
                 make_observed(block, call, state.inner)
             convert(block, ReducedBlock, state, call.shell)
         owner = owner_of(model, stack)
-        stack.own_(owner, ReducedModel if stack.host == "timm" else BlockOwner)
+        mixin = ReducedModel if stack.host == "timm" else BlockOwner
+        stack.own_(owner, mixin)
         stack.watch_grid(stack.converted)
         stack.refuse_divided(owner)
         warn_of_halves(halved, len(stack.blocks))

@@ -59,7 +59,7 @@ class Resize(Method):
                 )
             sides = owner.patch_embed.patch_size
         else:
-            sides = getattr(None if stack.grid is None else stack.grid.module, "stride", ())
+            sides = getattr(_projection(stack), "stride", ())
             if len(sides) != 2 or any(other.language for other in find_stacks(model).values()):
                 raise ValueError(f"this {title} takes more than images whose patches one projection makes")
         height, width = _height_and_width(self.size)
@@ -75,7 +75,7 @@ class Resize(Method):
         blocks = stack.block_list.removeprefix(f"{name}.")
         inner = model.get_submodule(name)
         pixels = next((pixels for pixels in PIXELS if pixels in parameters_of(inner)), "")
-        projection: Any = None if stack.grid is None else stack.grid.module
+        projection: Any = _projection(stack)
         try:
             # A model that is being loaded is on the meta device.
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -109,14 +109,26 @@ class Resize(Method):
         convert(patch_embed, ResizingPatches, TargetSize(height, width, patch_width=int(patch_embed.patch_size[1])))
 
 
+def _projection(stack: BlockStack) -> nn.Module | None:
+    """Return the module that makes the patches of an image, where the host shows one."""
+    if stack.grid is None:
+        return None
+    return stack.grid.module
+
+
 def _image_model(model: nn.Module, stack: BlockStack) -> tuple[str, dict[str, bool]]:
     """Return the outermost model around the blocks that takes images alone, by name, and the options for any size."""
     path = stack.block_list.split(".")[:-1]
-    around = [".".join(path[:depth]) for depth in range(len(path) + 1)]
-    takes = [parameters_of(model.get_submodule(name)) for name in around]
-    images = [name for name, names in zip(around, takes) if names.keys() & set(PIXELS) and "input_ids" not in names]
-    interpolates = any(_INTERPOLATE in names for names in takes)
-    return images[0] if images else "", {_INTERPOLATE: True} if interpolates else {}
+    outermost = None
+    options: dict[str, bool] = {}
+    for depth in range(len(path) + 1):
+        name = ".".join(path[:depth])
+        names = parameters_of(model.get_submodule(name))
+        if outermost is None and names.keys() & set(PIXELS) and "input_ids" not in names:
+            outermost = name
+        if _INTERPOLATE in names:
+            options = {_INTERPOLATE: True}
+    return outermost or "", options
 
 
 def resize_images(
@@ -160,7 +172,9 @@ class TargetSize(NamedTuple):
 
 
 def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size
+    if isinstance(size, int):
+        return size, size
+    return size
 
 
 class ResizingPatches(Mixin):
@@ -195,7 +209,9 @@ def resized(images: Tensor, target: TargetSize) -> Tensor:
     if abs(target.height * width - target.width * height) >= target.patch_width * height:
         patches = round(target.height * width / (height * target.patch_width))
         fitting = target.patch_width * max(1, patches)
-        size = target.height if target.height == target.width else (target.height, target.width)
+        size = f"{target.height}"
+        if target.height != target.width:
+            size = f"({target.height}, {target.width})"
         raise ValueError(
             f"size={size} changes the aspect ratio of images of {height} x {width} pixels: use "
             f"Resize(size=({target.height}, {fitting})), or other multiples of the patch's sides that keep it"

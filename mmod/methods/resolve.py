@@ -43,13 +43,17 @@ def resolve_methods(
         depths: Number of blocks by part, where it is known before the model is.
     """
     short = {name: fields for name, fields in routing.items() if fields is not None}
-    entries = [*listed, *([{"kind": "routing", "parts": short}] if short else [])]
+    entries = list(listed)
+    if short:
+        entries.append({"kind": "routing", "parts": short})
     if not entries:
         return ()
 
     def resolved(name: str, fields: Mapping[str, Any]) -> RoutingConfig:
-        depth = {"depth": depths[name]} if "preset" in fields and depths and name in depths else {}
-        return resolve_routing({**depth, **fields})
+        if "preset" in fields and depths and name in depths:
+            # A depth that the preset names itself wins.
+            fields = {"depth": depths[name], **fields}
+        return resolve_routing(fields)
 
     for place, entry in enumerate(entries):
         if entry.get("kind") == "routing" and isinstance(entry.get("parts"), Mapping):

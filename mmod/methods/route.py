@@ -14,9 +14,11 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_parts
 from mmod.blocks import (
+    GridSource,
     ModelHook,
     RoutedBlock,
     RoutedState,
+    RowSource,
     attach,
     is_converted,
     make_importance,
@@ -60,10 +62,10 @@ class Route(Method):
 
     def __post_init__(self) -> None:
         check_value("method.parts", self.parts, Mapping)
-        parts = {
-            name: config if isinstance(config, RoutingConfig) else read_routing(config)
-            for name, config in self.parts.items()
-        }
+        parts: dict[str, RoutingConfig] = {}
+        for name, config in self.parts.items():
+            # A config that was read from a file is plain values.
+            parts[name] = config if isinstance(config, RoutingConfig) else read_routing(config)
         if len({config.training_only for config in parts.values()}) > 1:
             raise ValueError(f"training_only must be the same for all parts, {', '.join(parts)}")
         if not parts:
@@ -192,10 +194,16 @@ class Route(Method):
             hooks += stack.hooks(self.parts[name])
         for name, stack in stacks.items():
             score = self.parts[name].router
-            source = (stack.grid if score.reads_grid else None) or (stack.rows if score.reads_pixels else None)
+            source: GridSource | RowSource | None = None
+            if score.reads_grid:
+                source = stack.grid
+            # Hosts that get patches as rows of pixels have no grid.
+            if source is None and score.reads_pixels:
+                source = stack.rows
             if source is not None:
                 hooks.append((source.module, source.hook(stack.calls, score)))
         for name, stack in stacks.items():
+            config = self.parts[name]
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):
                     assert router is not None
@@ -203,14 +211,15 @@ class Route(Method):
                 else:
                     make_importance(block, state)
             owner = owner_of(model, stack)
-            if self.parts[name].router.tied:
+            if config.router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
-            if self.parts[name].protect_prefix and not self.parts[name].router.per_image:
+            if config.protect_prefix and not config.router.per_image:
                 stack.watch_grid(stack.converted)
-            if _runs_inside(stack, self.parts[name]):
+            if _runs_inside(stack, config):
                 stack.refuse_divided(owner)
+            shares = any(state.span is not None for _, _, state in conversions[name])
             # Blocks that share nothing never ask for the call that they run in.
-            if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
+            if stack.captions is not None or shares:
                 stack.own_(stack.owner_in(model))
         for module, hook in hooks:
             attach(module, hook)
@@ -380,7 +389,9 @@ def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
     configs = routing_configs(model)
     if part is not None and part not in configs:
         raise ValueError(f"part {part!r} of this {type(model).__name__} is not routed; routed are {', '.join(configs)}")
-    first, *others = configs.values() if part is None else [configs[part]]
+    if part is not None:
+        return configs[part]
+    first, *others = configs.values()
     if any(other != first for other in others):
         raise ValueError(f"{' and '.join(configs)} were routed differently: name the part")
     return first

@@ -21,7 +21,10 @@ def refuse_enclosed(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     transformers builds a model of its own classes from config.json alone, so that a changed one inside opens dense. A
     user's class may change what it holds in its constructor, and is left alone.
     """
-    outer = _saved_around(module) if prefix else None
+    # Without a prefix, the model itself is saved, and not one around it.
+    if not prefix:
+        return
+    outer = _saved_around(module)
     if outer is not None:
         inner = type(module).__name__
         host = type(module).__module__.partition(".")[0]
@@ -87,7 +90,8 @@ def watch_state(model: nn.Module, changed: bool) -> None:
 def _watch(hooks: MutableMapping[int, Any], register: Callable[[Any], Any], hook: object, changed: bool) -> None:
     # A copy of a model has the same functions.
     present = [key for key, other in hooks.items() if other is hook]
-    if changed and not present:
+    if not changed:
+        for key in present:
+            del hooks[key]
+    elif not present:
         register(hook)
-    for key in () if changed else present:
-        del hooks[key]
