@@ -46,7 +46,9 @@ class TokenMasks(NamedTuple):
     def free(self, score_BN: Tensor, prefix: int) -> Tensor:
         """Return which tokens may be skipped (B, N): neither padding nor protected ones."""
         free_BN = ~self.protected(score_BN, prefix)
-        return free_BN if self.valid_BN is None else free_BN & self.valid_BN
+        if self.valid_BN is None:
+            return free_BN
+        return free_BN & self.valid_BN
 
     def counted(self, score_BN: Tensor) -> Tensor:
         """Return the tokens of which a share is kept (B, N): all that exist."""
@@ -128,8 +130,10 @@ class TokenGroups(NamedTuple):
     def valid_BN(self) -> Tensor | None:
         """False at padding (B, N); None without padding."""
         # From counts on the host, so that no layer waits for the device.
-        padded = sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
-        return self.group_BN > PADDING if padded else None
+        there = sum(map(sum, self.sizes)) + sum(self.always)
+        if there >= self.group_BN.numel():
+            return None
+        return self.group_BN > PADDING
 
     @property
     def skips(self) -> bool:

@@ -82,7 +82,9 @@ class DecoderRouter(Router):
         groups = tokens
         importance_BN = self._importance(x_BND, importance_BN, groups)
         score_BN = self._score_groups(x_BND, self.config.router, importance_BN, groups)
-        predicted_BN = None if self.predictor is None else self.predictor(x_BND)
+        predicted_BN = None
+        if self.predictor is not None:
+            predicted_BN = self.predictor(x_BND)
         if self.shares_own_score:
             importance_BN = None
         gate = self.config.gate
@@ -136,16 +138,20 @@ class DecoderRouter(Router):
         # Shared scores are ready, and a linear score reads each token alone.
         if segments is None or is_shared or isinstance(self.score, LinearScore):
             return self._score_rows(x_BND, score, importance_BN, tokens.free_BN)
-        importance_SL = None if importance_BN is None else segments.split(importance_BN)
+        importance_SL = None
+        if importance_BN is not None:
+            importance_SL = segments.split(importance_BN)
         free_SL = segments.split(tokens.free_BN) & segments.valid_SL
-        return segments.pack(self._score_rows(segments.split(x_BND), score, importance_SL, free_SL))
+        score_SL = self._score_rows(segments.split(x_BND), score, importance_SL, free_SL)
+        return segments.pack(score_SL)
 
     def _score_rows(self, x_BND: Tensor, score: Score, importance_BN: Tensor | None, free_BN: Tensor) -> Tensor:
         """Return raw scores of rows (B, N) that hold one sample each."""
         score_BN = self._score(x_BND, score, importance_BN, free_BN)
         if score.positional and score_BN is not importance_BN:
             # By rank among the tokens that may be skipped, so that padding and text do not change the draw.
-            score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
+            rank_BN = (free_BN.cumsum(1) - 1).clamp(min=0)
+            score_BN = score_BN.gather(1, rank_BN)
         return score_BN
 
     def _normalised(self, score_BN: Tensor, tokens: TokenGroups) -> Tensor:
@@ -162,7 +168,8 @@ class DecoderRouter(Router):
     ) -> Routing:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         there_BN = tokens.group_BN >= KEPT
-        gate_BN = torch.where(tokens.free_BN, step_gate(self._normalised(score_BN, tokens), threshold), 1.0)
+        passes_BN = step_gate(self._normalised(score_BN, tokens), threshold)
+        gate_BN = torch.where(tokens.free_BN, passes_BN, 1.0)
         kept = kept_by_mask(there_BN)
         gate_BK = gate_BN.gather(1, kept.index_BK)
         # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
@@ -173,10 +180,13 @@ class DecoderRouter(Router):
         """Return the kept tokens."""
         select = self.config.select
         language = self.config.language
-        threshold = select.single if isinstance(select, Threshold) else None
+        threshold = None
+        if isinstance(select, Threshold):
+            threshold = select.single
         if not self.training and language.inference_threshold is not None:
             threshold = language.inference_threshold
-            score_BN = score_BN if predicted_BN is None else predicted_BN
+            if predicted_BN is not None:
+                score_BN = predicted_BN
         if threshold is None:
             return select_within(score_BN, self.capacity, tokens)
         free_BN = tokens.free_BN

@@ -46,13 +46,17 @@ def assign_groups(
     # Padding is counted in the first column, and what is always kept in the second.
     counts = torch.zeros(group_BN.shape[0], count + 2, dtype=torch.long, device=group_BN.device)
     rows = counts.scatter_add(1, group_BN + 1, torch.ones_like(group_BN)).tolist()
-    sizes = tuple(tuple(row[2 : 2 + _used(row[2:])]) for row in rows)
+    sizes = tuple(_used(row[2:]) for row in rows)
     # By the counts that the host knows: packed samples alone are counted for it.
     if isinstance(frames, int) and any(set(row) - {frames} for row in sizes):
-        raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
+        by_sample = [sum(row) for row in sizes]
+        raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {by_sample}")
     always = tuple(row[1] for row in rows)
-    prompt_BN = None if prompt_BN is None else prompt_BN & valid_BN
-    segments = None if segment_BN is None else split_segments(segment_BN, valid_BN, prompt_BN)
+    if prompt_BN is not None:
+        prompt_BN = prompt_BN & valid_BN
+    segments = None
+    if segment_BN is not None:
+        segments = split_segments(segment_BN, valid_BN, prompt_BN)
     return TokenGroups(
         group_BN,
         gated_BN & valid_BN,
@@ -79,11 +83,16 @@ def _numbered(
         if first_BN is None:
             first_BN = free_BN & ~nn.functional.pad(free_BN, (1, 0))[:, :-1]
         group_BN = first_BN.cumsum(1) * free_BN
-        return group_BN, int(group_BN.max()) if group_BN.numel() else 0
+        count = 0
+        # An empty tensor has no largest number.
+        if group_BN.numel():
+            count = int(group_BN.max())
+        return group_BN, count
     size = int(frames)
     if segment_BN is not None:
         _check_frames(free_BN, segment_BN, size)
-    return ((free_BN.cumsum(1) - 1) // size + 1) * free_BN, -(-free_BN.shape[1] // size)
+    frame_BN = (free_BN.cumsum(1) - 1) // size + 1
+    return frame_BN * free_BN, -(-free_BN.shape[1] // size)
 
 
 def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
@@ -114,10 +123,13 @@ def split_segments(segment_BN: Tensor, valid_BN: Tensor, prompt_BN: Tensor | Non
     sample_T = (segment_BN + row_B1 * tokens).flatten().unique(return_inverse=True)[1]
     size_S = sample_T.bincount()
     order_T = torch.sort(sample_T, stable=True).indices
-    rank_T = torch.arange(len(order_T), device=order_T.device) - (size_S.cumsum(0) - size_S)[sample_T[order_T]]
+    sorted_T = sample_T[order_T]
+    begin_S = size_S.cumsum(0) - size_S
+    # The place of each token in its sample.
+    rank_T = torch.arange(len(order_T), device=order_T.device) - begin_S[sorted_T]
     slots = int(size_S.max())
     slot_T = torch.empty_like(order_T)
-    slot_T[order_T] = sample_T[order_T] * slots + rank_T
+    slot_T[order_T] = sorted_T * slots + rank_T
     token_SL = order_T.new_zeros(len(size_S) * slots)
     token_SL[slot_T] = torch.arange(len(slot_T), device=slot_T.device)
     valid_SL = torch.zeros_like(token_SL, dtype=torch.bool)
@@ -125,7 +137,8 @@ def split_segments(segment_BN: Tensor, valid_BN: Tensor, prompt_BN: Tensor | Non
     valid_SL = valid_SL.view(-1, slots)
     queries_BN = valid_BN if prompt_BN is None else prompt_BN
     counted_S = torch.zeros_like(size_S).scatter_add(0, sample_T, queries_BN.flatten().long()).clamp(min=1)
-    share_BN = counted_S[sample_T].view(samples, tokens) / queries_BN.sum(dim=1, keepdim=True).clamp(min=1)
+    counted_B1 = queries_BN.sum(dim=1, keepdim=True).clamp(min=1)
+    share_BN = counted_S[sample_T].view(samples, tokens) / counted_B1
     return PackedSamples(token_SL.view(-1, slots), valid_SL, slot_T.view(samples, tokens), share_BN)
 
 
@@ -149,8 +162,12 @@ def _limits(group_BN: Tensor) -> Tensor:
     return limit_BN.masked_fill(group_BN == KEPT, -torch.inf).masked_fill(group_BN == PADDING, torch.nan)
 
 
-def _used(counts: list[int]) -> int:
-    return max((index + 1 for index, count in enumerate(counts) if count), default=0)
+def _used(counts: list[int]) -> tuple[int, ...]:
+    """Return the sizes of a sample's groups, without the zeros behind the last one."""
+    used = len(counts)
+    while used and not counts[used - 1]:
+        used -= 1
+    return tuple(counts[:used])
 
 
 def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> Kept:
@@ -196,15 +213,14 @@ def _best_of_groups(worst_BN: Tensor, keeps: Sequence[Sequence[int]], groups: To
     in_order_BN = groups.group_BN.gather(1, order_BN)
     order_BN = order_BN.gather(1, torch.sort(in_order_BN, dim=1, stable=True).indices)
     # Of the n tokens of a group, the first m are kept: the positions at which they end, behind earlier groups.
-    ends = [
-        [start + kept for start, kept in zip(accumulate([tokens - sum(sizes), *sizes]), row)]
-        for sizes, row in zip(groups.sizes, keeps)
-    ]
-    padded = [[*row, *[0] * (count - len(row))] for row in ends]
-    end_BG = torch.tensor(padded, device=worst_BN.device)
-    rank_BN = torch.empty_like(order_BN).scatter_(
-        1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
-    )
+    ends = []
+    for sizes, row in zip(groups.sizes, keeps):
+        starts = accumulate([tokens - sum(sizes), *sizes])
+        of_sample = [start + kept for start, kept in zip(starts, row)]
+        ends.append([*of_sample, *[0] * (count - len(row))])
+    end_BG = torch.tensor(ends, device=worst_BN.device)
+    place_BN = torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
+    rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, place_BN)
     # Groups are numbered from 1; what is in none is decided below.
     chosen_BN = rank_BN < end_BG.gather(1, groups.group_BN.clamp(min=1) - 1)
     return torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT)
@@ -243,7 +259,8 @@ def kept_by_mask(keep_BN: Tensor, counts: list[int] | None = None) -> Kept:
     if counts is None and batching():
         index_BN = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices
         return Kept(index_BN, keep_BN.gather(1, index_BN))
-    counts = keep_BN.sum(1).tolist() if counts is None else counts
+    if counts is None:
+        counts = keep_BN.sum(1).tolist()
     slots = slots_for(counts)
     total = sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):

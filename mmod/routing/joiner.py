@@ -79,7 +79,9 @@ class ToNearest(Joiner):
 
     def unit_rows(self, x_BND: Tensor, config: RoutingConfig) -> Tensor | None:
         """Return rows of norm 1 if the score compares tokens too, so that they are computed once."""
-        return unit_rows(x_BND, config.router.channels) if self.compares else None
+        if not self.compares:
+            return None
+        return unit_rows(x_BND, config.router.channels)
 
     def join(
         self,
@@ -129,7 +131,8 @@ class ToNearest(Joiner):
         if slot_BK.shape[1] == rows.shape[1] and rule.config.select == "topk":
             return None
         _check_kept(routing, rule, self.prefix)
-        unit_BNE = unit_rows(rows, rule.config.router.channels) if unit_BNE is None else unit_BNE
+        if unit_BNE is None:
+            unit_BNE = unit_rows(rows, rule.config.router.channels)
         return nearest_rows(unit_BNE, slot_BK, self.prefix, routing.kept.valid_BK, valid, other_BR)
 
 
@@ -151,8 +154,9 @@ class ToLeader(Joiner):
 
     def spread(self, rows_BKD: Tensor, earlier: Routing) -> Tensor:
         """Return all tokens, each with the state of the row that it joined."""
-        assert earlier.joined.slot_BN is not None
-        return rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
+        slot_BN = earlier.joined.slot_BN
+        assert slot_BN is not None
+        return rows_BKD.gather(1, slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
 
     def join(
         self,
@@ -210,9 +214,11 @@ def _joined(routing: Routing, slot_BN: Tensor | None, rule: Rule, dtype: torch.d
     skipped = rule.config.skipped
     if isinstance(skipped, Merged):
         size_BK, bias = size_groups(slot_BN, routing.kept.index_BK.shape[1], dtype, all_join=everyone)
-        if skipped.size_power != 1:
+        if not skipped.size_power:
+            bias = None
+        elif skipped.size_power != 1:
             # The bias is a logarithm: a power of the size is a factor of it.
-            bias = bias * skipped.size_power if skipped.size_power else None
+            bias = bias * skipped.size_power
     # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
     joined = Joined(slot_BN, size_BK, everyone, bias)
     return Routing(

@@ -134,7 +134,9 @@ class Router(nn.Module):
         rule = self._override.value or self._settings
         config = rule.config
         joiner = self.joiner
-        unit_BNE = None if joiner is None else joiner.unit_rows(x_BND, config)
+        unit_BNE = None
+        if joiner is not None:
+            unit_BNE = joiner.unit_rows(x_BND, config)
         gate = config.gate
         if earlier is not None:
             masks = TokenMasks(earlier.tokens.valid_BN)
@@ -162,8 +164,10 @@ class Router(nn.Module):
             )
         else:
             assert isinstance(config.select, Threshold)
-            # What joined another token before competes no more.
-            among = masks if earlier is None else TokenMasks(earlier.keep_BN)
+            among = masks
+            if earlier is not None:
+                # What joined another token before competes no more.
+                among = TokenMasks(earlier.keep_BN)
             kept, gate_BK = self._select_by_threshold(score_BN, among, config.select)
         skipped_BN = None
         if config.skipped == "scale":
@@ -205,14 +209,19 @@ class Router(nn.Module):
                 if not kept.image_S.shape[0]:
                     # Hosts take no empty batch: one image runs at weight 0, which gives all parameters a gradient.
                     kept = kept._replace(image_S=kept.image_S.new_zeros(1))
-                    gate_BK = torch.zeros_like(score_BN) if gate_BK is None else 0 * gate_BK
+                    if gate_BK is None:
+                        gate_BK = torch.zeros_like(score_BN)
+                    else:
+                        gate_BK = 0 * gate_BK
             return kept, gate_BK
-        fewest = 0 if self.joiner is None else self.joiner.fewest(score_BN.shape[1])
+        fewest = select.min_tokens
+        if self.joiner is not None:
+            fewest = max(fewest, self.joiner.fewest(score_BN.shape[1]))
         kept = select_threshold(
             config.router.normalised(score_BN.detach(), tokens.valid_BN),
             select.single,
             prefix=self.prefix,
-            min_tokens=max(select.min_tokens, fewest),
+            min_tokens=fewest,
             max_tokens=select.max_tokens,
             valid_BN=tokens.valid_BN,
             protect_BN=tokens.protect_BN,
@@ -232,8 +241,10 @@ class Router(nn.Module):
                 f"skipped={spelled(config.skipped)!r} lets capacity fall from block to block and not rise: {rows} "
                 f"of {tokens} tokens are left for a capacity of {float(self.capacity)}"
             )
-        # A score of groups reads all tokens, each with the state of the row that it joined.
-        spread_BND = None if self.joiner is None else self.joiner.spread(rows_BKD, earlier)
+        spread_BND = None
+        if self.joiner is not None:
+            # A score of groups reads all tokens, each with the state of the row that it joined.
+            spread_BND = self.joiner.spread(rows_BKD, earlier)
         if spread_BND is None and self.shares_own_score:
             score_BK = self._score(rows_BKD, config.router, None, earlier.kept.valid_BK, unit_BNE)
             score_BK = _above_dropped(score_BK)
@@ -281,7 +292,10 @@ class Router(nn.Module):
                 f"router {score.name!r} needs the scores or the importance of a block before this one: run the whole "
                 "model, and route again where that block was cut out"
             )
-        options = {} if unit_BNE is None else {"unit_BNE": unit_BNE}
+        options: dict[str, Tensor] = {}
+        # Scores that compare no tokens do not take them.
+        if unit_BNE is not None:
+            options["unit_BNE"] = unit_BNE
         if score.reads_importance:
             return scorer(x_BND, valid_BN, importance_BN, **options)
         return scorer(x_BND, valid_BN, **options)

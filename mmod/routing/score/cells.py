@@ -78,7 +78,8 @@ class CellScore(Grouping):
             first_BN = first_N.expand(images, -1)
             count_BN = group_sizes(first_BN, len(first_N))
             # Means stand in the rows of the first tokens of cells, from which all of a cell read them.
-            apart_BND = grid_BND - mean_rows(grid_BND, first_BN, count_BN, all_join=True)[:, first_N]
+            mean_BND = mean_rows(grid_BND, first_BN, count_BN, all_join=True)
+            apart_BND = grid_BND - mean_BND[:, first_N]
             apart_BN = apart_BND.square().mean(dim=-1)
             sum_BN = torch.zeros_like(apart_BN).scatter_add(1, first_BN, apart_BN)
             variance_BN = (sum_BN / count_BN.clamp(min=1))[:, first_N]
@@ -104,13 +105,17 @@ class CellScore(Grouping):
     def _grid(self, tokens: int) -> tuple[int, int]:
         """Return rows and columns of the tokens after the prefix: the model's grid, or outside a model a square."""
         patches = tokens - self.prefix
-        grid = None if self.patches is None else self.patches().grid
+        grid = None
+        if self.patches is not None:
+            grid = self.patches().grid
         if grid is None and self.width is not None:
             grid = patches // self.width, self.width
         elif self.patches is None:
             grid = isqrt(patches), isqrt(patches)
         if grid is None or grid[0] * grid[1] != patches or self.width not in (None, grid[1]):
-            width = "" if self.width is None else f" at router.width={self.width}"
+            width = ""
+            if self.width is not None:
+                width = f" at router.width={self.width}"
             raise ValueError(
                 f"router 'cells' needs all {patches} patches in rows and columns{width}, and the grid is {grid}: run "
                 "the whole model on images of one size, without patch dropout or what else removes tokens"

@@ -78,13 +78,17 @@ class RandomScore(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RandomScore:
         """Let the salt follow the module to another device."""
         device = fn(self.salt).device
-        self.salt = torch.tensor(self._number, device="cpu" if device.type == "meta" else device)
+        if device.type == "meta":
+            device = torch.device("cpu")
+        self.salt = torch.tensor(self._number, device=device)
         return super()._apply(fn, recurse)
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, leaves no fingerprint."""
         score_BN = random_scores(x_BND, self.salt, valid_BN)
-        return score_BN[:, :1].expand_as(score_BN) if self.per_image else score_BN
+        if self.per_image:
+            return score_BN[:, :1].expand_as(score_BN)
+        return score_BN
 
 
 def _mix_number(value: int) -> int:

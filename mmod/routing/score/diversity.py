@@ -48,7 +48,9 @@ class DiversityScore(nn.Module):
     @torch.no_grad()
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None, unit_BNE: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D); those where `valid_BN` is False take no part and have -1."""
-        unit_BND = (unit_rows(x_BND) if unit_BNE is None else unit_BNE)[:, self.prefix :]
+        if unit_BNE is None:
+            unit_BNE = unit_rows(x_BND)
+        unit_BND = unit_BNE[:, self.prefix :]
         tokens = unit_BND.shape[1]
         far_BNN = (1 - unit_BND @ unit_BND.transpose(1, 2)).clamp_min(0)
         out_BN = torch.zeros_like(far_BNN[:, 0], dtype=torch.bool)

@@ -74,11 +74,15 @@ class Duplicate(Score):
             )
         if isinstance(by_channel, tuple) and len(by_channel) != channels:
             raise ValueError(f"router.std must be one number, or one for each of {channels} channels, got {by_channel}")
-        # Equal pixels are equal on any scale.
-        scale = torch.tensor(1 / 255 if by_channel is None else by_channel, device=pixels_BRCHE.device)
-        # The first patch of a cell stays, so a cell of one token would keep it.
-        cell = None if self.cell is None else side * max(2, -(-self.cell // side))
-        return find_duplicates(pixels_BRCHE, self.tolerance, cell, 255 * scale.expand(channels), frames)
+        if by_channel is None:
+            # Equal pixels are equal on any scale.
+            by_channel = 1 / 255
+        scale = 255 * torch.tensor(by_channel, device=pixels_BRCHE.device).expand(channels)
+        cell = None
+        if self.cell is not None:
+            # The first patch of a cell stays, so a cell of one token would keep it.
+            cell = side * max(2, -(-self.cell // side))
+        return find_duplicates(pixels_BRCHE, self.tolerance, cell, scale, frames)
 
     def normalised(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return 1 for patches that are no duplicates, and less than 0.5 for others, by their difference (B, N)."""
@@ -112,7 +116,7 @@ class DuplicateScore(Grouping):
 
     def groups(self, tokens: int) -> int:
         """Return the number of cells and leading tokens; where pictures differ in size, those of the smallest."""
-        grid = None if self.patches is None else self.patches().grid
+        grid = self._patches().grid
         if grid is not None:
             height, width = cell_sides(grid, self.cell)
             return self.prefix + -(-grid[0] // height) * -(-grid[1] // width)
@@ -125,15 +129,20 @@ class DuplicateScore(Grouping):
         seen = self._seen()
         token_N = torch.arange(keep_BN.shape[1], device=keep_BN.device)
         leading_BN = token_N[: self.prefix].expand(keep_BN.shape[0], -1)
-        stands_BN, first_BN = (
-            torch.cat([leading_BN, patch_BN.to(keep_BN.device) + self.prefix], dim=1)
-            for patch_BN in (seen.stands_BN, seen.first_BN)
-        )
+        # Their numbers are those of patches, before which leading tokens stand.
+        stands_BN = torch.cat([leading_BN, seen.stands_BN.to(keep_BN.device) + self.prefix], dim=1)
+        first_BN = torch.cat([leading_BN, seen.first_BN.to(keep_BN.device) + self.prefix], dim=1)
         joined_BN = torch.where(keep_BN.gather(1, stands_BN), stands_BN, first_BN)
         return torch.where(keep_BN, token_N, joined_BN)
 
+    def _patches(self) -> Patches:
+        """Return what is known of the patches of the running pass, of which nothing is known outside a model."""
+        if self.patches is None:
+            return Patches()
+        return self.patches()
+
     def _seen(self) -> Duplicates:
-        patches = Patches() if self.patches is None else self.patches()
+        patches = self._patches()
         if patches.seen is None:
             raise ValueError(
                 "router 'duplicate' compares the pixels that the patch embedding gets, and knows none of this pass: "

@@ -51,14 +51,20 @@ class Linear(WithImportance):
 
     def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
-        initial = float(placement.gate.name == "linear") if self.initial is None else self.initial
+        is_gate = placement.gate.name == "linear"
+        initial = self.initial
+        if initial is None:
+            # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
+            initial = 1.0 if is_gate else 0.0
+        init_std = self.init_std
+        if init_std is None:
+            init_std = near_dense_std(placement.dim, placement.gate.scale)
         return LinearScore(
             placement.dim,
-            bias=self.bias or placement.gate.name == "linear" or initial != 0,
+            bias=self.bias or is_gate or initial != 0,
             initial=initial,
             normalize=self.normalize,
-            init_std=near_dense_std(placement.dim, placement.gate.scale) if self.init_std is None else self.init_std,
+            init_std=init_std,
             per_image=self.per_image,
             device=placement.device,
             dtype=placement.dtype,
@@ -99,7 +105,9 @@ class LinearScore(Drawn):
         self.per_image = per_image
         self.alpha = -1 / math.sqrt(dim)
         self.weight = nn.Parameter(torch.empty(1, dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if bias else None
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.reset_parameters()
 
     def draw(self) -> None:
@@ -120,7 +128,9 @@ class LinearScore(Drawn):
         if x_BND.dtype != torch.float32:
             x_BND = x_BND.float()
         weight_D = weight[0]
-        score_BN = torch.matmul(x_BND, weight_D if weight_D.dtype == torch.float32 else weight_D.float())
+        if weight_D.dtype != torch.float32:
+            weight_D = weight_D.float()
+        score_BN = torch.matmul(x_BND, weight_D)
         if self.normalize:
             # Dividing the product instead of the tokens reads them twice and writes them never.
             norm_BN = torch.linalg.vector_norm(x_BND, dim=-1)
@@ -128,7 +138,9 @@ class LinearScore(Drawn):
             score_BN = score_BN / torch.rsub(norm_BN, 1e-6, alpha=self.alpha)
         if bias is not None:
             score_BN = score_BN + bias.float()
-        return mean_score(score_BN, valid_BN) if self.per_image else score_BN
+        if self.per_image:
+            return mean_score(score_BN, valid_BN)
+        return score_BN
 
 
 def mean_score(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:

@@ -40,5 +40,6 @@ class RedundancyScore(nn.Module):
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None, unit_BNE: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); `unit_BNE` are their `unit_rows`, if computed before."""
-        unit_BNE = unit_rows(x_BND, self.channels) if unit_BNE is None else unit_BNE
+        if unit_BNE is None:
+            unit_BNE = unit_rows(x_BND, self.channels)
         return redundancy_scores(unit_BNE, self.prefix, valid_BN)
