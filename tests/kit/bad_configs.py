@@ -138,7 +138,31 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"mixup": {"mixup_alpha": 0, "cutmix_alpha": 0}}, "use `mixup: null` for none"),
     (TrainConfig, {"mixup.mode": "elem", "data.batch_size": 7}, "needs an even data.batch_size, got 7"),
     (TrainConfig, {"mixup": {}, "data": CROWDS}, "mixup mixes the labels of images: with data.label_patch"),
-    (TrainConfig, {"model.pretrained": True, "model.checkpoint": "x"}, "exclude each other"),
+    (
+        TrainConfig,
+        {"model.pretrained": True, "model.checkpoint": "x"},
+        "set model.pretrained to false, or model.checkpoint",
+    ),
+    (
+        PairsConfig,
+        {"model.pretrained": "y", "model.checkpoint": "x"},
+        "set model.pretrained to null, or model.checkpoint",
+    ),
+    (
+        ChatConfig,
+        {"model.config": LLAVA, "model.processor": "bpe", "model.checkpoint": "x"},
+        "model.checkpoint='x' and model.config exclude each other: set model.config and model.processor to null",
+    ),
+    (
+        ChatConfig,
+        {"model.config": LLAVA, "model.processor": "saved", "model.checkpoint": "x"},
+        "model.checkpoint='x' and model.config exclude each other: set model.config to null",
+    ),
+    (
+        ChatConfig,
+        {"model.processor": "bpe", "model.checkpoint": "x"},
+        "model.processor='bpe' is built for a model.config, and model.checkpoint='x' has its own: set",
+    ),
     (TrainConfig, {"model.head": "fresh"}, "set model.checkpoint"),
     (TrainConfig, {"distill.features": 1.0}, "distill.features=1 needs a teacher"),
     (TrainConfig, {"distill.teacher": "dense"}, "needs trained weights: set model.checkpoint or model.pretrained"),

@@ -86,8 +86,21 @@ class ModelConfig(Checked, group="model"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.checkpoint is None) == (self.config is None):
+        if self.checkpoint is None and self.config is None:
             raise ValueError("give either model.checkpoint or model.config")
+        if self.checkpoint is not None and self.config is not None:
+            replaced = "model.config"
+            if self.processor in BUILT:
+                replaced += " and model.processor"
+            raise ValueError(
+                f"model.checkpoint={self.checkpoint!r} and model.config exclude each other: set {replaced} to null for "
+                "the checkpoint's, or model.checkpoint to null"
+            )
+        if self.checkpoint is not None and self.processor in BUILT:
+            raise ValueError(
+                f"model.processor={self.processor!r} is built for a model.config, and model.checkpoint="
+                f"{self.checkpoint!r} has its own: set model.processor to null"
+            )
         if self.config is not None and self.processor is None:
             raise ValueError("model.config needs model.processor: a folder, a name, 'bpe' or 'words'")
         if self.processor_args and self.processor in BUILT:

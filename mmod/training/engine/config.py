@@ -87,8 +87,10 @@ class StartConfig(Checked, group="model"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pretrained not in (None, False) and self.checkpoint is not None:
+            none = json.dumps(type(self).pretrained)
             raise ValueError(
-                f"model.pretrained={self.pretrained!r} and model.checkpoint={self.checkpoint!r} exclude each other"
+                f"model.pretrained={self.pretrained!r} and model.checkpoint={self.checkpoint!r} exclude each other: "
+                f"set model.pretrained to {none}, or model.checkpoint to null"
             )
 
     @property
