@@ -18,7 +18,7 @@ from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import MethodWarning, host_class
-from mmod.io.files import DamagedFileError, make_folder, parse_json, replacing, write_atomically
+from mmod.io.files import DamagedFileError, make_folder, near_paths, parse_json, replacing, write_atomically
 from mmod.io.tensors import WEIGHTS, check_fits, read_header, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
 from mmod.random_state import Unfilled
@@ -145,9 +145,13 @@ def _check_files(folder: Path) -> None:
             "model.load_state_dict(...)"
         )
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(folder)!r}")
+        raise FileNotFoundError(f"there is no folder {str(folder)!r}{near_paths(folder)}")
     if missing == [CONFIG] and KEY in _header_of(folder):
         raise FileNotFoundError(f"{str(folder)!r} has lost its {CONFIG}. {_restored(folder)}")
+    if missing == [WEIGHTS]:
+        raise FileNotFoundError(
+            f"{str(folder)!r} has lost its weights, {WEIGHTS}: copy the file back, or save the model again"
+        )
     # The model of a run is in a folder inside, also that of a dense one.
     files = [file for file in folder.glob("*/*.json") if file.name in (CONFIG, "config.json")]
     inside = sorted({file.parent for file in files})[:3]

@@ -381,3 +381,13 @@ def test_a_description_is_written_again_from_the_header_of_the_weights(damage: s
     again = mmod.load_pretrained(tmp_path / "saved")
     images = torch.randn(IMAGE)
     assert torch.equal(again(images), model(images))
+
+
+def test_a_saved_folder_that_lost_its_weights_is_said_to_be_one(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    mmod.save_pretrained(routed(), folder)
+    with pytest.raises(FileNotFoundError, match=r"there is no folder '.*svaed'; near ones: .*saved$"):
+        mmod.load_pretrained(tmp_path / "svaed")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"saved' has lost its weights, model\.safetensors: copy the file back"):
+        mmod.load_pretrained(folder)

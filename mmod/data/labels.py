@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.data.corrupt import UnusableError
-from mmod.io.files import BYTE_ORDER_MARK, parse_json, read_text
+from mmod.io.files import BYTE_ORDER_MARK, near_paths, parse_json, read_text
 from mmod.values import brief
 
 UNLABELLED = 255
@@ -144,7 +144,7 @@ def read_classes(path: str | Path) -> dict[str, int]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file of class names at {str(path)!r}")
+        raise FileNotFoundError(f"no file of class names at {str(path)!r}{near_paths(path)}")
     if path.suffix == ".json":
         content: Any = parse_json(path.read_bytes(), str(path))
     else:

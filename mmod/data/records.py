@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.io.files import DuplicateKeyError, check_regular, decode_text, open_rows, parse_json
+from mmod.io.files import DuplicateKeyError, check_regular, decode_text, near_paths, open_rows, parse_json
 from mmod.values import brief
 
 IMAGE = "<image>"
@@ -256,7 +256,7 @@ def read_records(path: Path) -> list[Any]:
     The ValueError of a line that is no JSON, and of a record with a duplicate key, stands in its place.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no file of conversations at {str(path)!r}")
+        raise FileNotFoundError(f"no file of conversations at {str(path)!r}{near_paths(path)}")
     if path.suffix == ".jsonl":
         with open_rows(path) as file:
             return [

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
+from mmod.names import similar
 from mmod.plain import without_nan
 
 if TYPE_CHECKING:
@@ -132,6 +133,18 @@ def is_of_transformers(name: str | Path) -> bool:
     """Return whether a path is a folder that transformers saved a model in."""
     path = Path(name) / "config.json"
     return path.is_file() and "model_type" in read_json_object(path)
+
+
+def near_paths(path: str | Path) -> str:
+    """Return as the end of an error message which names beside a missing path are near its own; empty for none."""
+    missing = Path(path)
+    try:
+        names = [other.name for other in missing.parent.iterdir()]
+    # The folder is missing too, or may not be read.
+    except OSError:
+        return ""
+    near = [str(missing.parent / name) for name in similar(missing.name, names)]
+    return f"; near ones: {', '.join(near)}" if near else ""
 
 
 def check_free(path: str | Path, overwrite: bool) -> None:

@@ -19,6 +19,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from torch import nn
 
 from mmod.adapters import image_facts
+from mmod.io.files import near_paths
 from mmod.names import near_names
 from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import run_classes
@@ -81,7 +82,9 @@ def _full_name(name: str) -> str:
     if name.startswith(_SOURCES) or timm.is_model(name.rpartition("/")[2]):
         return name
     if "/" in name:
-        raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
+        raise FileNotFoundError(
+            f"no folder of a model at {name!r}{near_paths(name)}; a model of a hub is hf-hub:OWNER/NAME"
+        )
     hint = near_names(name.split(".")[0].rpartition(":")[2], timm.list_models(), "timm.list_models()")
     raise ValueError(f"timm knows no model {name!r}; {hint}")
 

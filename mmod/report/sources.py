@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mmod.audits.generation import Generation
 from mmod.audits.result import Audit
-from mmod.io.files import open_rows, parse_json, read_text
+from mmod.io.files import near_paths, open_rows, parse_json, read_text
 from mmod.plain import from_plain
 from mmod.values import check_value
 
@@ -88,7 +88,7 @@ def read_sources(folders: Sequence[Path]) -> Sources:
     sources = Sources([], [], [])
     for folder in folders:
         if not folder.is_dir():
-            raise FileNotFoundError(f"no folder {str(folder)!r}")
+            raise FileNotFoundError(f"no folder {str(folder)!r}{near_paths(folder)}")
         # The figures of a report have such names too.
         runs = [path for path in sorted(folder.rglob(_RUN)) if not (path.parent / PAGE).exists()]
         studies: list[Path] = []

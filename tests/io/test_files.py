@@ -13,6 +13,7 @@ from mmod.io.files import (
     DamagedFileError,
     UnwrittenError,
     locked,
+    near_paths,
     parse_json,
     read_json_object,
     replacing,
@@ -175,3 +176,13 @@ def test_a_file_that_is_cut_short_is_found_without_reading_it(tmp_path: Path, na
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DamagedFileError, match=rf"'{path}' is "):
         check_complete(tmp_path)
+
+
+def test_a_missing_path_has_those_beside_it_that_have_a_near_name(tmp_path: Path) -> None:
+    (tmp_path / "saved-vit").mkdir()
+    (tmp_path / "questions.json").write_text("[]")
+    assert near_paths(tmp_path / "savedvit") == f"; near ones: {tmp_path / 'saved-vit'}"
+    assert near_paths(str(tmp_path / "question.json")) == f"; near ones: {tmp_path / 'questions.json'}"
+    # A long path in common makes no name near.
+    assert near_paths(tmp_path / "x") == ""
+    assert near_paths(tmp_path / "missing" / "saved-vit") == ""
