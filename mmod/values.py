@@ -275,6 +275,11 @@ def check_module(model: object) -> None:
     """Raise a TypeError unless a model is a `torch.nn.Module`, for example if it is a model's name."""
     from torch import nn
 
+    if isinstance(model, Mapping):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got a mapping of {len(model)} names: build the model first, then "
+            "load weights by its load_state_dict"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
 

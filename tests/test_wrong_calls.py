@@ -105,6 +105,10 @@ CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_("vit"), TypeError, "must be a torch.nn.Module, got 'vit'"),
+    (lambda m: mmod.route_(m.state_dict()), TypeError, "got a mapping of .* names: build the model first"),
+    (lambda m: mmod.flops({"model": m}, 160), TypeError, "got a mapping of 1 names: build the model first"),
+    (lambda m: mmod.to_all_tokens(torch.rand(1, 5, 64), None), TypeError, "routing must be a block's decision, .*None"),
+    (lambda m: mmod.to_all_tokens([0.5], None), TypeError, r"values must be a tensor, got \[0\.5\]"),
     (lambda m: mmod.route_(m, "attention"), TypeError, "must be a RoutingConfig, got 'attention'"),
     (lambda m: mmod.route_(m, "gradul"), ValueError, "preset 'gradul' is unknown; near ones: gradual"),
     (lambda m: mmod.route_(m, preset="gradul"), ValueError, "preset 'gradul' is unknown; near ones: gradual"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmod.routing import Routing
+from mmod.values import brief
 
 
 def to_all_tokens(values: Tensor, routing: Routing, *, attention: bool = False) -> Tensor:
@@ -42,6 +43,13 @@ def to_all_tokens(values: Tensor, routing: Routing, *, attention: bool = False) 
         >>> seen[0].shape, to_all_tokens(seen[0], decisions["blocks.5"]).shape, decisions.grid
         (torch.Size([1, 50, 64]), torch.Size([1, 101, 64]), (10, 10))
     """
+    if not isinstance(values, Tensor):
+        raise TypeError(f"values must be a tensor, got {brief(values)}")
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            f"routing must be a block's decision, as in mmod.trace(model) as decisions: decisions['blocks.5'], got "
+            f"{brief(routing)}"
+        )
     images, tokens = routing.score_BN.shape
     if attention:
         return _map_to_all(values, routing)
