@@ -186,7 +186,10 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
             torch.default_generator.manual_seed(0)
             read, reasons = first_that_runs(model, lambda inputs: inputs_of_call(model, blocks, inputs), example)
     except _NoTokens as refusal:
-        raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
+        advice = ""
+        if title == "ResNet" and host_class(model).__module__.startswith("timm."):
+            advice = ", and so does mmod.apply_(model, mmod.lab.Channels())"
+        raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}{advice}") from None
     if read is not None:
         return read
     plain = [value.replace(annotation=inspect.Parameter.empty) for value in parameters_of(model).values()]
@@ -273,10 +276,7 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
         got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         advice = ""
         if isinstance(x, Tensor) and x.ndim == 4:
-            advice = (
-                ". Convolutions and windows read every place of a map: smaller images make such a model cheaper, and "
-                "mmod.lab.Channels() a ResNet of timm"
-            )
+            advice = ". Convolutions and windows read every place of a map: smaller images make such a model cheaper"
         raise _NoTokens(f"gets {got} for two images: blocks must get tokens (images, tokens, channels){advice}")
     same_N = (x[0] == x[1]).all(dim=-1)
     if bool(same_N.all()):
