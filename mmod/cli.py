@@ -83,7 +83,8 @@ _USAGE = "mmod COMMAND [--key value] | mmod --help | mmod --version"
 _NOTES = (
     "CONFIG is a YAML file or the name of a config that comes with mmod.",
     "`mmod COMMAND --help` has examples and the usual options, `mmod COMMAND --help all` every option.",
-    "RUN is the folder of a finished run, for its final model, or of a saved model: options then name the data.",
+    "RUN is the folder of a run, for its final model, or the last checkpoint where it is not finished; or of a saved",
+    "model: options then name the data.",
     "Models are timed on one CPU thread unless OMP_NUM_THREADS is set. Threads wait without spinning, unless",
     "OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME is set.",
 )

@@ -40,7 +40,7 @@ SCREENS = {
         "Try ways to make a model cheaper without training, on your images or prompts and this machine, and say which "
         "to use.",
         {
-            "advise runs/flowers --images photos": "a trained run",
+            "advise runs/flowers --images photos": "a trained run, or the last checkpoint of an unfinished one",
             "advise vit_small_patch16_224.augreg_in21k_ft_in1k --images photos --faster 1.4": "at a wanted speed",
             "advise runs/vlm/mine --prompts questions.json --images pictures": "a vision-language model",
         },
@@ -54,7 +54,7 @@ SCREENS = {
             "--image_size PIXELS": "side of images; the model's unless given",
             "--checkpoint FILE": "weights in place of the published ones",
             "--on_corrupt skip": "leave broken images out",
-            "--output FOLDER": "folder of the result (runs/advise/MODEL/IMAGES)",
+            "--output FOLDER": "folder of the result (runs/advise/MODEL/IMAGES, with other options in its name)",
         },
         "before_you_commit.md",
     ),

@@ -106,6 +106,10 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
     return {name: (base_time / speedup, speedup) for name, speedup in speedups.items()}
 
 
+KEPT_TIMES = "Name another folder then: this one keeps its times."
+"""Behind a caution on times that are kept in a folder."""
+
+
 def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
     """Return a sentence on what makes speed-ups over the candidate `base` uncertain; empty for nothing.
 
@@ -126,10 +130,7 @@ def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
         reasons.append(f"rounds scatter, with quartiles {100 * scatter:.0f} % apart on average")
     if not reasons:
         return ""
-    return (
-        f"Speeds are uncertain: {'; '.join(reasons)}. Measure again on an idle machine. The folder of a result "
-        "keeps its times: name another one."
-    )
+    return f"Speeds are uncertain: {'; '.join(reasons)}. Measure again on an idle machine."
 
 
 def interleave(

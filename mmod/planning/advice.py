@@ -38,6 +38,8 @@ _GRADUAL_PAYS = (
 _LONG = 10
 # A budget below this share of the least that was tried is worth another call.
 _CLEARLY_SMALLER = 0.9
+# Below this share of equal answers, a recipe of the same accuracy is another model to its user.
+_LIKE_DENSE = 0.9
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
 
@@ -271,15 +273,28 @@ class Advice:
             f"{dense}.",
             # How many samples were read, and which option reads more, is asked right behind the verdict.
             *filter(None, [self.note]),
+            *filter(None, [self._unlike_dense]),
             *front,
             *named,
             *columns,
-            *filter(None, [self._to_be_faster]),
+            *(too_small or filter(None, [self._to_be_faster])),
             *filter(None, [self._beside_controls]),
-            *too_small,
             *redundancy,
             *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
         ]
+
+    @property
+    def _unlike_dense(self) -> str:
+        """Say which recipes of the verdict answer many images otherwise than the dense model, beside their accuracy."""
+        if self.measure != AGREEMENT or self.accuracy is None or self.samples != "images":
+            return ""
+        by_name = {row.name: row for row in self.rows}
+        agreements = {name: by_name[name].score.value for name in self.verdict.named}
+        low = [f"{name} ({100 * share:.0f} %)" for name, share in agreements.items() if share < _LIKE_DENSE]
+        if not low:
+            return ""
+        percent = f"{100 * _LIKE_DENSE:g} %"
+        return f"Fewer than {percent} of the answers equal the dense model's with {', '.join(low)}."
 
     @property
     def _to_be_faster(self) -> str:

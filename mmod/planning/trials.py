@@ -28,7 +28,7 @@ from mmod.analysis.table import (
     mean_of,
     measured_once,
 )
-from mmod.analysis.timing import Times, ratios, times_once
+from mmod.analysis.timing import KEPT_TIMES, Times, ratios, times_once
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
@@ -217,6 +217,9 @@ def advise(
     notes = [untrained, _at_random(chosen, depth), _as_they_are(models), note, samples.note]
     if title is None:
         title = f"Advice for {_name_of(model)}"
+    caution = table.caution
+    if caution and folder is not None:
+        caution += f" {KEPT_TIMES}"
     advice = Advice(
         rows,
         refused | unfitted,
@@ -231,7 +234,7 @@ def advise(
         costs[DENSE].cache,
         title,
         faster,
-        table.caution,
+        caution,
         opening,
     )
     if folder is not None:

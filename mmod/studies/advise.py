@@ -31,7 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     if options.images is None and options.prompts is None:
         raise ValueError("advice needs --images FOLDER, or --prompts FILE for a language model that reads images")
     _check_files(options)
-    check_value("--faster", options.faster, float | None, "(1, inf)")
+    if options.faster is not None:
+        check_value("--faster", options.faster, float, "(1, inf)")
     check_value("--tolerance", options.tolerance, float, "[0, 1)")
     import torch
 
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str]) -> None:
     from mmod.training.engine.distributed import choose_device
 
     check_value("--number", options.number, int, "[1, inf)")
-    check_value("--image_size", options.image_size, int | None, "[1, inf)")
+    if options.image_size is not None:
+        check_value("--image_size", options.image_size, int, "[1, inf)")
     if options.threads:
         torch.set_num_threads(options.threads)
     batches: Iterable[Any]
@@ -154,9 +156,9 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a name of timm, open_clip:ARCHITECTURE or open_clip:ARCHITECTURE:WEIGHTS, the folder of a run, or one "
-        "that mmod.save_pretrained, timm or transformers saved; with --prompts a run, or a LLaVA-style model with its "
-        "processor",
+        help="a name of timm, open_clip:ARCHITECTURE or open_clip:ARCHITECTURE:WEIGHTS, the folder of a run (its last "
+        "checkpoint if it is not finished), or one that mmod.save_pretrained, timm or transformers saved; with "
+        "--prompts a run, or a LLaVA-style model with its processor",
     )
     parser.add_argument("--images", metavar="FOLDER", help="images, perhaps in a folder for each class")
     parser.add_argument(
@@ -201,7 +203,11 @@ def _parser() -> OneLineParser:
         help="threads of the CPU for evaluation; times are taken on one unless OMP_NUM_THREADS is set",
     )
     parser.add_argument("--on_corrupt", choices=("raise", "skip"), default="raise", help="what to do on a broken image")
-    parser.add_argument("--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL/SAMPLES)")
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="folder of the result (runs/advise/MODEL/SAMPLES, with options such as --number 100 in its name)",
+    )
     return parser
 
 

@@ -373,11 +373,12 @@ def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, di
 def _caption(run_config: TrainConfig, model: nn.Module) -> str:
     """Return the source, size and redundancy of the images."""
     data = run_config.data
-    images = f"Images: {data.source}, {data.image_size} px"
+    images = f"Images: {data.source}, split {data.val_split!r}, {data.image_size} px"
     patch = image_facts(model).patch
     if patch is None:
         return images
-    sample = sample_images(run_config, _MEASURED)
+    # Of those that are evaluated.
+    sample = sample_images(run_config, min(_MEASURED, data.val_limit or _MEASURED))
     report = redundancy(whole_patches(sample, patch[0]), patch[0])
     drawn = ""
     if len(sample) == _MEASURED:

@@ -25,7 +25,7 @@ from mmod.analysis.table import (
     means_over_seeds,
     paired_by_sample,
 )
-from mmod.analysis.timing import Spread, ratios, relative_times
+from mmod.analysis.timing import KEPT_TIMES, Spread, ratios, relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.planning.candidate import Candidate
@@ -168,7 +168,8 @@ def write_study(
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
     harmed = [] if study.began_by_chance(table) else harm(table, score, names)
-    parts = [*harmed, table.caution, *told.parts, *_cheaper(table, runs)]
+    caution = table.caution and f"{table.caution} {KEPT_TIMES}"
+    parts = [*harmed, caution, *told.parts, *_cheaper(table, runs)]
     parts += _of_one_seed(comparison, table, score, names)
     parts += without_interval(points)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))

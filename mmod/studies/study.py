@@ -25,7 +25,7 @@ from mmod.studies.measure import Measurer, identity_of, times_of
 from mmod.studies.question import question_of
 from mmod.studies.rates import at_rates, best_rates, trials_of
 from mmod.studies.report import StudyResult, write_study
-from mmod.studies.runs import Run
+from mmod.studies.runs import BASE, Comparison, Run
 from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, samples_of_epoch
 
 
@@ -95,10 +95,8 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, asked: Mapp
     rates_folder = comparison.folder / "rates"
     trials = {} if rates is None else trials_of(runs, rates, rates_folder)
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
-    controls = len(comparison.candidates) - len(names)
-    noun = "control" if controls == 1 else "controls"
-    told = f" and {controls} {noun}" if controls else ""
-    runner.say(". ".join([f"{len(names)} models{told}{ahead}", *comparison.notes]))
+    rated = " besides runs that try learning rates" if trials else ""
+    runner.say(". ".join([f"{compared_models(comparison, runs)}{rated}{ahead}", *comparison.notes]))
     measurer = Measurer(study.measure, store, keeps_all=True)
     table = Table(weigh=study.weigh)
     if rates is not None:
@@ -132,6 +130,21 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, asked: Mapp
         done, measurer, study.readings, sizes, study.evaluation.rounds, shown=runner.progress
     )
     return write()
+
+
+def compared_models(comparison: Comparison, runs: Sequence[Run]) -> str:
+    """Say which models a study trains or evaluates, and how often, so that their runs can be counted."""
+    rows = sum(1 for candidate in comparison.candidates if candidate.series)
+    controls = len(comparison.candidates) - rows
+    told = [f"{rows} models"]
+    if controls:
+        told.append(f"{controls} {'control' if controls == 1 else 'controls'}")
+    # The dense model that all start from is no row where it is then tuned as they are.
+    if any(run.name == BASE for run in runs):
+        told.append("the dense model that they start from")
+    text = " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
+    seeds = len({run.seed for run in runs})
+    return text if seeds == 1 else f"{text}, each with {seeds} seeds"
 
 
 def training_ahead(runs: Sequence[Run]) -> str:

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str], kind: str) -> None:
         return
     rate = parse_option(dry[-1].partition("=")[2])
     # Before the model is made.
-    check_value(_DRY, rate, float | None, "(0, inf)")
+    if rate is not None:
+        check_value(_DRY, rate, float, "(0, inf)")
     counted = estimate(config)
     print(counted)
     if rate is not None:

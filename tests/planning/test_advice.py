@@ -184,6 +184,17 @@ def advice_of(rows: list[tuple[str, float, Estimate, Estimate | None]]) -> Advic
     return Advice(results, {}, "agreement", accuracy, 10.0, 8, 64, 0.02)
 
 
+def test_a_recipe_whose_answers_often_differ_from_the_dense_models_says_so_beside_its_accuracy() -> None:
+    change = Estimate(-0.01, -0.03, 0.01)
+    other = ("other", 1.6, Estimate(0.74, 0.65, 0.82), change)
+    alike = ("alike", 1.3, Estimate(0.95, 0.9, 0.98), Estimate(0.0, -0.01, 0.01))
+    told = "- Fewer than 90 % of the answers equal the dense model's with other (74 %)."
+    assert told in str(advice_of([other, alike]))
+    # Without labels, the agreement is what the verdict shows.
+    for rows in ([alike], [(*other[:3], None)]):
+        assert "of the answers equal" not in str(advice_of(rows))
+
+
 def test_the_recipe_that_a_wanted_speed_names_is_marked_and_the_mark_explained() -> None:
     lossy = ("lossy", 1.37, Estimate(0.97, 0.95, 0.99), None)
     slow = ("slow", 1.2, Estimate(1.0, 0.99, 1.0), None)
@@ -500,6 +511,20 @@ def test_advice_says_from_which_size_on_gradual_pays(
     candidates = [Candidate(f"gradual {mean}", routing={"preset": "gradual", "mean": mean}) for mean in (0.5, 0.8)]
     advice = mmod.advise(make(), [pictures(2)], candidates=candidates, progress=False)
     assert any("it breaks even where a dense pass takes 12 ms" in fact for fact in advice.facts) == told
+    # What saves nothing at any budget is not tried at smaller ones.
+    rows = [dataclasses.replace(row, series="gradual", flops=0.9) for row in advice.rows]
+    assert any("tries smaller budgets" in fact for fact in dataclasses.replace(advice, rows=rows).facts) != told
+
+
+def test_times_that_are_uncertain_are_measured_again_in_another_folder_only_where_one_keeps_them(
+    clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock({})
+    monkeypatch.setattr(trials.Table, "caution", "Speeds are uncertain.")
+    options: dict[str, Any] = {"candidates": [Candidate("stride", routing={"router": "stride"})], "progress": False}
+    assert mmod.advise(make(), [pictures(2)], **options).caution == "Speeds are uncertain."
+    kept = mmod.advise(make(), [pictures(2)], folder=tmp_path, **options)
+    assert kept.caution == "Speeds are uncertain. Name another folder then: this one keeps its times."
 
 
 def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(clock: Callable[..., None]) -> None:

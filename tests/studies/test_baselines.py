@@ -86,7 +86,9 @@ def test_baselines_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) 
     assert result.table.count(" 1 + 1 |") == len(rows) - len(ANEW)
     # Said once, and not of each size of batch.
     assert result.table.count("Nothing is advised: the dense model is hardly better than chance") == 1
-    assert re.search(r"Images: digits:tiny, 32 px; \d+% of patches flat.*One seed: ", result.table, re.DOTALL)
+    assert re.search(
+        r"Images: digits:tiny, split '\w+', 32 px; \d+% of patches flat.*One seed: ", result.table, re.DOTALL
+    )
 
 
 def test_a_missing_checkpoint_of_a_baseline_ends_the_study_before_its_first_run(study: ImageStudyConfig) -> None:

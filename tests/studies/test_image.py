@@ -39,7 +39,7 @@ from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import Point, StudyResult, epochs_of, harm, significance, without_interval
 from mmod.studies.runs import Comparison, Run
-from mmod.studies.study import check_following, run_study, training_ahead
+from mmod.studies.study import check_following, compared_models, run_study, training_ahead
 from mmod.training.engine.kind import load
 from mmod.training.engine.run_folder import epochs_and_seconds
 from mmod.training.engine.start import sketch
@@ -943,6 +943,16 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(
     runs = comparison_of(read_config(words, ImageStudyConfig)).runs()
     assert all(run.is_trained for run in runs)
     assert {run.training.epochs for run in runs} == {1}
+
+
+def test_the_runs_of_a_study_are_counted_by_what_is_said_of_its_models() -> None:
+    comparison = comparison_of(read_config(["digits-smallest"], ImageStudyConfig))
+    runs = comparison.runs()
+    told = "6 models, 2 controls and the dense model that they start from, each with 2 seeds"
+    assert compared_models(comparison, runs) == told
+    assert len(runs) == (6 + 2 + 1) * 2
+    once = comparison_of(read_config(["digits-smallest", "--seeds", "1", "--tune", "false"], ImageStudyConfig))
+    assert compared_models(once, once.runs()) == "6 models and 2 controls"
 
 
 def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
