@@ -277,6 +277,7 @@ class Advice:
             *front,
             *named,
             *columns,
+            *filter(None, [self._of_missing]),
             *(too_small or filter(None, [self._to_be_faster])),
             *filter(None, [self._beside_controls]),
             *redundancy,
@@ -295,6 +296,18 @@ class Advice:
             return ""
         percent = f"{100 * _LIKE_DENSE:g} %"
         return f"Fewer than {percent} of the answers equal the dense model's with {', '.join(low)}."
+
+    @property
+    def _of_missing(self) -> str:
+        """The condition of the numbers of further prompts that would tell; empty where there are none."""
+        is_open = any(
+            one.is_tested and one.outcome(model) not in ("yes", "no")
+            for one in self.recommendations
+            for model, _ in one.roles
+        )
+        if self.samples != "prompts" or not is_open:
+            return ""
+        return "How many more prompts would tell: if they lose as much as those measured."
 
     @property
     def _to_be_faster(self) -> str:

@@ -486,13 +486,15 @@ def beside_controls(
         if value is None or not value.has_width:
             continue
         agreement = agreements.get(name)
-        told = f"{name} ({value:+.1f})"
+        # A name of several words, such as 'as FastV', would be read as a part of the sentence.
+        shown = repr(name) if " " in name else name
+        told = f"{shown} ({value:+.1f})"
         if value.is_clear:
             group = "better" if value.low > 0 else "worse"
         elif agreement is not None and agreement.is_clear:
             group = "open"
             better = "better" if agreement.low > 0 else "worse"
-            told = f"{name} ({value:+.1f}; {better} by agreement)"
+            told = f"{shown} ({value:+.1f}; {better} by agreement)"
         else:
             # An interval with zero in it is no proof of equality: all of it has to be small.
             group = "alike" if _is_equivalent(value, tolerance) else "open"
@@ -503,7 +505,7 @@ def beside_controls(
         "worse": "Clearly worse than their controls, such as random tokens, in points: {}.",
         "alike": f"As good as their controls, within {100 * tolerance:g} points: {{}}. It hardly matters here which "
         "tokens these keep.",
-        "open": "Too few samples to tell from their controls: {}.",
+        "open": "Too few samples to say whether these differ from their controls, in points: {}.",
     }
     return " ".join(sentences[group].format(names) for group, names in named.items())
 

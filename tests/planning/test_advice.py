@@ -623,7 +623,8 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
     if labels:
         assert {"as p-MoD", "as PyramidDrop", "evenly spread 0.25", "frozen after 2", *tried} <= {*named}
         assert {row.name for row in advice.rows} == {*tried}
-        assert "Too few samples to tell from their controls: as FastV" in str(advice)
+        assert "whether these differ from their controls, in points: 'as FastV' (" in str(advice)
+    assert ("lose as much as those measured" in str(advice)) == ("more prompts would tell" in str(advice.verdict))
     assert advice.cache is not None
     assert "| cache" in str(advice)
     assert "95 % interval over prompts" in str(advice)

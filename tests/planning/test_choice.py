@@ -428,6 +428,7 @@ def test_without_intervals_only_speeds_are_told() -> None:
         ),
         # Equal in accuracy, and not in what it answers.
         ({"same": Estimate(0.0, -1.0, 1.0)}, "Too few samples .*: same \\(.*; better by agreement\\)\\.$"),
+        ({"as FastV": Estimate(0.0, -3.0, 3.0)}, r"Too few samples .* differ from their controls, .*: 'as FastV' \("),
         # Of one seed it is not known.
         ({"a": Estimate(0.0, seeds=1), "b": None}, "$"),
     ],
