@@ -169,7 +169,10 @@ def test_an_interrupted_conversion_goes_on_and_ends_equal(folder: Path, monkeypa
 
 def test_rows_that_cannot_be_used_are_left_out_only_where_the_user_says_so(folder: Path) -> None:
     strict = config(write_csv(folder / "t.csv", [*ROWS, *DROPS]), on_corrupt="raise")
-    with pytest.raises(CorruptDataError, match=rf"{len(DROPS)} of .* the first is {len(ROWS)}, .*on_corrupt='skip'"):
+    with pytest.raises(
+        CorruptDataError,
+        match=rf"{len(DROPS)} of .* the first, counted from 0, is item {len(ROWS)}, .*on_corrupt='skip'",
+    ):
         convert_pairs(strict, progress=False)
     # Where all fail, the folder is what is wrong.
     nowhere = dataclasses.replace(strict, images=str(folder / "t"), output=str(folder / "none"))

@@ -173,12 +173,16 @@ def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], 
     if dropped and config.on_corrupt == "raise":
         number, name, reason, told = dropped[0]
         counted = ", ".join(f"{text} ({count})" for text, count in reasons.items())
+        first = f"item {number}"
+        # Records need not have an id.
+        if name:
+            first += f", {name!r}"
         advice = "on_corrupt='skip' leaves them out"
         if not samples:
             advice = f"is `images` the folder of their paths? It is {config.images or Path(config.source).parent}"
         raise CorruptDataError(
-            f"{len(dropped)} of {report['items']} items cannot be used: {counted}; the first is {number}, {name!r}, "
-            f"{': '.join(filter(None, (reason, told)))}. {folder / DROPPED} lists them; {advice}"
+            f"{len(dropped)} of {report['items']} items cannot be used: {counted}; the first, counted from 0, is "
+            f"{first}, {': '.join(filter(None, (reason, told)))}. {folder / DROPPED} lists them; {advice}"
         )
     # Hidden until here: an incomplete set must not look like a set.
     for path in folder.glob(".*.tar"):

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 
+from mmod import cli
 from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.labels import read_classes
@@ -249,6 +251,10 @@ def test_a_dry_run_reads_some_of_the_training_images_too(tmp_path: Path, monkeyp
     (tmp_path / f"data/train/a/{order[7]}.png").write_bytes(b"no picture")
     with pytest.raises(CorruptDataError, match=rf"/a/{order[7]}\.png.*on_corrupt='skip' counts"):
         estimate(config)
+    # A command has its own option.
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.as_written()))
+    with pytest.raises(SystemExit, match=r"\(--data\.on_corrupt skip counts"):
+        cli.main(["train", "image", str(tmp_path / "config.yaml"), "--dry-run"])
     assert estimate(replace(config, data=replace(config.data, on_corrupt="skip"))).steps > 0
 
 
