@@ -300,12 +300,7 @@ class Advice:
     @property
     def _of_missing(self) -> str:
         """The condition of the numbers of further prompts that would tell; empty where there are none."""
-        is_open = any(
-            one.is_tested and one.outcome(model) not in ("yes", "no")
-            for one in self.recommendations
-            for model, _ in one.roles
-        )
-        if self.samples != "prompts" or not is_open:
+        if self.samples != "prompts" or "more prompts would tell" not in str(self.verdict):
             return ""
         return "How many more prompts would tell: if they lose as much as those measured."
 
