@@ -209,7 +209,9 @@ class LearnedRouter(Router):
         whole_BK = kept.among(score_BN.shape[1]).gather(1, routing.kept.index_BK)
         # Every offset gets a gradient, even 0.
         weight_BK = torch.where(whole_BK, 1 + 0 * share, share)
-        return routing._replace(gate_BK=weight_BK if routing.gate_BK is None else routing.gate_BK * weight_BK)
+        if routing.gate_BK is not None:
+            weight_BK = routing.gate_BK * weight_BK
+        return routing._replace(gate_BK=weight_BK)
 
 
 def learn_capacity_(model: nn.Module, budget: float, example: Tensor, *, rate: float = 100.0) -> LearnedCapacity:
@@ -257,8 +259,10 @@ def learn_capacity_(model: nn.Module, budget: float, example: Tensor, *, rate: f
         raise ValueError(f"example must be a batch of images (B, C, H, W), got {tuple(example.shape)}")
     config, _ = _routed_part(model)
     routers = _routers(model, config)
-    # Capacity 0 needs tokens that are always kept, such as a class token.
-    grid = QUARTERS if all(router.always_keeps for router in routers) else QUARTERS[1:]
+    grid = QUARTERS
+    if not all(router.always_keeps for router in routers):
+        # Capacity 0 needs tokens that are always kept, such as a class token.
+        grid = QUARTERS[1:]
     reports = _reports(model, example, grid)
     total = float(reports[0].dense)
     rows = [[row for row in report.blocks if row.name in routed_blocks(model)] for report in reports]

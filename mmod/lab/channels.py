@@ -146,10 +146,13 @@ class ChannelBlock(Deciding):
             self.mod_record.keep("", Routing(Kept(index_BK), logit_BC, gate_BK))
         z = gather_rows(flat, index_BK).unflatten(2, x_BCHW.shape[2:])
         y = super().forward(z)
-        # The narrow block added its shortcut already.
-        added = (y - z if config.adds == "change" else y) * gate_BK.to(y.dtype)[..., None, None]
+        if config.adds == "change":
+            # The narrow block added its shortcut already.
+            y = y - z
+        added = y * gate_BK.to(y.dtype)[..., None, None]
         if config.into == "own":
-            return merge_rows(flat, index_BK, z.flatten(2), (z + added).flatten(2)).view_as(x_BCHW)
+            new = (z + added).flatten(2)
+            return merge_rows(flat, index_BK, z.flatten(2), new).view_as(x_BCHW)
         count = index_BK.shape[1]
         return torch.cat([x_BCHW[:, :count] + added, x_BCHW[:, count:]], dim=1)
 
@@ -181,12 +184,17 @@ def _narrow(block: Any, divisor: int) -> nn.Module:
     wide = block.conv1.in_channels // block.expansion
     inner = block.conv2.out_channels
     weight = block.conv1.weight
-    reduce_first = (inner if block.expansion > 1 else wide) // block.conv1.out_channels
+    # timm's basic blocks support no other width.
+    base_width = 64
+    channels = wide
+    if block.expansion > 1:
+        base_width = 64 * inner // wide
+        channels = inner
     narrow: Any = type(block)(
         wide * block.expansion // divisor,
         wide // divisor,
-        base_width=64 * inner // wide if block.expansion > 1 else 64,
-        reduce_first=reduce_first,
+        base_width=base_width,
+        reduce_first=channels // block.conv1.out_channels,
         dilation=block.dilation,
         act_layer=type(block.act1),
         device=weight.device,

@@ -32,7 +32,9 @@ def check_texts(kind: str, fills: bool, module: Any, arguments: Arguments) -> No
     if not choosing or not choosing[0].mod_chooses_together(module.training):
         return
     cache = cache_of(arguments)
-    past = 0 if cache is None else int(cache.get_seq_length())
+    past = 0
+    if cache is not None:
+        past = int(cache.get_seq_length())
     text = read_structure(arguments, source_of(arguments), past, module.config)
     if text.past:
         raise ValueError(
@@ -78,7 +80,9 @@ class SharedLayer:
         # Each run has keys and values of its own.
         call = replace(self.call, attention=_Later(self.call.attention, behind))
         call.open_cache(arguments)
-        selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.kept.index_BK.shape[1] else {}
+        selected: dict[str, Any] = {}
+        if routing.kept.index_BK.shape[1]:
+            selected.update(call.select_tokens(arguments, x_BND, routing))
         call.begin_update(arguments, x_BND, routing)
         cache = cache_of(arguments)
         if cache is not None:

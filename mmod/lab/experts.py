@@ -114,9 +114,10 @@ class Experts(Mixture):
     @property
     def _share(self) -> Fraction:
         """Slots of an expert per token."""
-        share = Fraction(self.experts, self.experts + self.idle) if self.capacity is None else str(self.capacity)
+        if self.capacity is None:
+            return Fraction(1, self.experts + self.idle)
         # From its text, a capacity of 0.1 is a tenth exactly.
-        return Fraction(share) / self.experts
+        return Fraction(str(self.capacity)) / self.experts
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks exist and have MLPs that receive complete images or texts."""
@@ -138,19 +139,19 @@ class Experts(Mixture):
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a router and further experts to the MLPs."""
         for index in self._blocks(stack):
+            block = stack.blocks[index]
             mlp: Any = self._mlp(stack, index)
-            weight = first_floating(stack.blocks[index])
+            weight = first_floating(block)
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             # Copies were made before the MLP is converted, so that they are plain modules of the host.
             router = TokenRouter(stack.dim, self.experts + self.idle, weight)
             convert(mlp, ExpertMlp, ExpertState(self, make_records(ExpertRecord)))
             mlp.router = router
             mlp.others = others
-            attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
+            attention = stack.call_of(block, None).operators.get("attention")
             if attention and not stack.language:
-                attach(
-                    stack.blocks[index].get_submodule(attention), ModelHook(partial(read_mask, mlp.mod_state.records))
-                )
+                reader = ModelHook(partial(read_mask, mlp.mod_state.records))
+                attach(block.get_submodule(attention), reader)
             if self.choice == "predictor":
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
@@ -167,7 +168,9 @@ class Experts(Mixture):
         return dict(block.named_modules()).get(name)
 
     def _blocks(self, stack: BlockStack) -> range | tuple[int, ...]:
-        return range(len(stack.blocks)) if self.blocks is None else self.blocks
+        if self.blocks is None:
+            return range(len(stack.blocks))
+        return self.blocks
 
 
 class ExpertRecord(Record):
@@ -226,15 +229,22 @@ class ExpertMlp(Choosing):
         logit_BNJ = self.router(x_BND)
         prob_BNJ = logit_BNJ.softmax(dim=-1)
         valid_BN = self._mod_take_valid(x_BND)
-        # In training too: there they learn to predict the choice that experts make together.
-        logit_EBN = self._mod_alone(x_BND, logit_BNJ) if config.two_ways else None
+        logit_EBN = None
+        if config.two_ways:
+            # In training too: there they learn to predict the choice that experts make together.
+            logit_EBN = self._mod_alone(x_BND, logit_BNJ)
         if x_BND.is_meta or self.mod_chooses_together(self.training):
             slots = config.slots_of(x_BND.shape[1])
-            slots_B = None if valid_BN is None else config.slots_among(valid_BN.sum(dim=1))
+            slots_B = None
+            if valid_BN is not None:
+                slots_B = config.slots_among(valid_BN.sum(dim=1))
             rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize, valid_BN, slots_B)
         else:
             check_counts("experts without slots", "the number of their tokens")
-            keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
+            if logit_EBN is None:
+                keep_EBN = chosen_expert(prob_BNJ, config.experts)
+            else:
+                keep_EBN = logit_EBN >= 0
             # No limit of slots: a token is decided by itself, so that text can be generated.
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)
         record = self.mod_record
@@ -270,16 +280,17 @@ class ExpertMlp(Choosing):
     def _mod_compute(self, x_BND: Tensor, rows: ExpertRows) -> Tensor:
         flat = x_BND.reshape(-1, x_BND.shape[-1])
         inputs = flat.index_select(0, rows.row_T).unsqueeze(0).split(rows.counts, dim=1)
-        # In training, experts without tokens run too, so that all weights get a gradient.
-        y = torch.cat(
-            [
-                expert(x) if x.shape[1] or self.training else x
-                for expert, x in zip((super().forward, *self.others), inputs)
-            ],
-            dim=1,
-        )[0]
-        y = y * rows.gate_T.unsqueeze(1).to(y.dtype)
-        return y.new_zeros(flat.shape[0], y.shape[1]).index_add(0, rows.row_T, y).view(*x_BND.shape[:2], -1)
+        outputs = []
+        for expert, x in zip((super().forward, *self.others), inputs):
+            # In training, experts without tokens run too, so that all weights get a gradient.
+            if x.shape[1] or self.training:
+                outputs.append(expert(x))
+            else:
+                outputs.append(x)
+        y_TD = torch.cat(outputs, dim=1)[0]
+        y_TD = y_TD * rows.gate_T.unsqueeze(1).to(y_TD.dtype)
+        sums = y_TD.new_zeros(flat.shape[0], y_TD.shape[1]).index_add(0, rows.row_T, y_TD)
+        return sums.view(*x_BND.shape[:2], -1)
 
     def _mod_take_valid(self, x_BND: Tensor) -> Tensor | None:
         """Return which tokens others may see (B, N); None for all."""
@@ -296,7 +307,9 @@ class ExpertMlp(Choosing):
     ) -> Tensor:
         config = self.mod_state.config
         if config.choice == "tokens":
-            counted = prob_BNJ if valid_BN is None else prob_BNJ[valid_BN].unsqueeze(0)
-            return config.balance * balance_loss(counted)
+            if valid_BN is not None:
+                # As those of one long image.
+                prob_BNJ = prob_BNJ[valid_BN].unsqueeze(0)
+            return config.balance * balance_loss(prob_BNJ)
         assert logit_EBN is not None
         return config.membership * choice_cross_entropy(logit_EBN, computed(rows, prob_BNJ))

@@ -81,7 +81,9 @@ class Horizon:
         horizon = self.layer(tolerance)
         check_value("capacity", capacity, float, "[0, 1]")
         check_value("after", after, int, f"[0, {depth}]")
-        front = range(after, horizon) if capacity < 1 else range(0)
+        front = range(0)
+        if capacity < 1:
+            front = range(after, horizon)
         blocks = (*front, *range(max(horizon, after), depth))
         if not blocks:
             raise ValueError(

@@ -62,7 +62,9 @@ class Mixture(Method):
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether the choice of a token depends on other tokens."""
-        return training if self.two_ways else self.choice == "topk"
+        if self.two_ways:
+            return training
+        return self.choice == "topk"
 
     @property
     def causal(self) -> bool:
@@ -92,12 +94,17 @@ class Choosing(Added, Deciding):
     def mod_decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens have a logit of at least 0 (B, N), by expert or recursion, if evaluation decides so."""
         config: Mixture = self.mod_state.config
+        if not config.two_ways:
+            return {}
         alone: dict[str, Tensor] = {}
         candidate_BN = None
-        for place, routing in decisions.items() if config.two_ways else ():
+        for place, routing in decisions.items():
             keep_BN = routing.logit_BN >= 0
-            alone[place] = keep_BN if candidate_BN is None else keep_BN & candidate_BN
-            candidate_BN = routing.keep_BN if config.nested else None
+            if candidate_BN is not None:
+                keep_BN = keep_BN & candidate_BN
+            alone[place] = keep_BN
+            if config.nested:
+                candidate_BN = routing.keep_BN
         return alone
 
 
@@ -138,15 +145,18 @@ def choose_tokens(
     if choice == "tokens":
         # Tokens of other experts rank last, with weight 0.
         weight_EBN = torch.where(chosen_expert(prob_BNJ, experts), weight_EBN, 0.0)
-    ranked_EBN = weight_EBN if valid_BN is None else weight_EBN.masked_fill(~valid_BN, -torch.inf)
+    ranked_EBN = weight_EBN
+    if valid_BN is not None:
+        ranked_EBN = weight_EBN.masked_fill(~valid_BN, -torch.inf)
     index_EBK = best_first(ranked_EBN, slots)
     # Weights and not ranks: tokens that may take no slot were ranked at -inf, which would weigh as NaN.
     gate_EBK = weight_EBN.gather(-1, index_EBK)
     if slots_B is not None:
         gate_EBK = gate_EBK * (torch.arange(slots, device=slots_B.device) < slots_B.unsqueeze(1))
     if normalize:
-        total_EBN = torch.zeros_like(weight_EBN).scatter(-1, index_EBK, gate_EBK).sum(dim=0, keepdim=True)
-        gate_EBK = gate_EBK / total_EBN.expand_as(weight_EBN).gather(-1, index_EBK).clamp_min(1e-9)
+        gate_EBN = torch.zeros_like(weight_EBN).scatter(-1, index_EBK, gate_EBK)
+        total_EBN = gate_EBN.sum(dim=0, keepdim=True).expand_as(weight_EBN)
+        gate_EBK = gate_EBK / total_EBN.gather(-1, index_EBK).clamp_min(1e-9)
     batch, tokens, _ = prob_BNJ.shape
     # Rows are numbered over the batch, so that each expert runs once for all images.
     row_EBK = index_EBK + tokens * torch.arange(batch, device=prob_BNJ.device).unsqueeze(1)
@@ -168,7 +178,8 @@ def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> Exper
         >>> rows.row_T.tolist(), rows.counts
         ([0, 1], [2, 0])
     """
-    gate_EBN = torch.where(keep_EBN, prob_BNJ[..., : keep_EBN.shape[0]].permute(2, 0, 1), 0.0)
+    prob_EBN = prob_BNJ[..., : keep_EBN.shape[0]].permute(2, 0, 1)
+    gate_EBN = torch.where(keep_EBN, prob_EBN, 0.0)
     if normalize:
         gate_EBN = gate_EBN / gate_EBN.sum(dim=0, keepdim=True).clamp_min(1e-9)
     keep = keep_EBN.flatten(1)
@@ -225,7 +236,9 @@ def balance_loss(prob_BNJ: Tensor) -> Tensor:
 def choice_cross_entropy(logit: Tensor, keep: Tensor, counted: Tensor | None = None) -> Tensor:
     """Return the cross-entropy of independent decisions against the choice in training, over some tokens or all."""
     loss = F.binary_cross_entropy_with_logits(logit, keep.to(logit.dtype), reduction="none")
-    return loss.mean() if counted is None else loss[counted].mean()
+    if counted is not None:
+        loss = loss[counted]
+    return loss.mean()
 
 
 def computed(rows: ExpertRows, prob_BNJ: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Axes: B images or samples, N tokens, K slots of an image, D channels, R recursio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -154,7 +154,10 @@ class Recursions(Mixture):
             restored = cycle.blocks(getattr(model, "_init_weights", None))
             blocks: list[nn.Module] = []
             for child in container:
-                blocks += restored if child is cycle else [child]
+                if child is cycle:
+                    blocks += restored
+                else:
+                    blocks.append(child)
             del container[:]
             container.extend(blocks)
         super().restore(model)
@@ -286,7 +289,10 @@ class Cycle(Choosing):
         """Return all tokens after their recursions (B, N, D)."""
         config = self.mod_state.config
         record = self.mod_record
-        read = () if self.mod_state.read_blocks is None else self.mod_state.read_blocks()
+        read: Collection[int] | None = ()
+        if self.mod_state.read_blocks is not None:
+            read = self.mod_state.read_blocks()
+        # None is all of them.
         if read is None or len(read):
             raise ValueError(
                 "hidden states of layers are not defined where layers are shared and run on fewer tokens: call the "
@@ -301,7 +307,9 @@ class Cycle(Choosing):
         first_BND = x_BND
         # Keys and values of all tokens for every shared block, filled by the first recursion.
         cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.shared]
-        depths = self._depths(x_BND, valid_BN) if config.choice == "tokens" else None
+        depths = None
+        if config.choice == "tokens":
+            depths = self._depths(x_BND, valid_BN)
         if depths is not None and learns:
             losses.append(config.balance * self._balance(depths.prob_BNR, valid_BN))
         previous_BN = valid_BN
@@ -341,15 +349,20 @@ class Cycle(Choosing):
         routing: Routing,
         keys: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Return the rows of a recursion after a shared block."""
+        """Return the rows of a recursion after a shared block; hosts take no empty sequence."""
         block = self.shared[number]
         run = self.mod_state.runs[number]
         if self.mod_state.config.keys == "first":
+            if not y.shape[1]:
+                return y
             # In the first recursion, the rows are all tokens.
             tokens = x_BND if recursion else y
-            return run.attend_to_first(block, arguments, tokens, y, routing, keys) if y.shape[1] else y
+            return run.attend_to_first(block, arguments, tokens, y, routing, keys)
+        # A cache hears of a run without rows too.
         selected = run.select(recursion * len(self.shared), arguments, x_BND, routing)
-        return block(y, **selected) if y.shape[1] else y
+        if not y.shape[1]:
+            return y
+        return block(y, **selected)
 
     def _choose(self, x_BND: Tensor, previous_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:
         """Choose among the tokens of the previous recursion: by top-k gates, or independently by logits."""
@@ -364,28 +377,36 @@ class Cycle(Choosing):
         if self._alone(x_BND):
             if exporting():
                 raise ValueError("recursions of single tokens cannot be exported: how many run depends on the data")
-            keep_BN = (score_BN if predicted_BN is None else predicted_BN) >= 0
-            keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
+            logit_BN = score_BN if predicted_BN is None else predicted_BN
+            keep_BN = logit_BN >= 0
+            if previous_BN is not None:
+                keep_BN = keep_BN & previous_BN
             kept = kept_by_mask(keep_BN)
             assert gate_BN is not None
             return Routing(kept, score_BN, gate_BN.gather(1, kept.index_BK), predicted_BN=predicted_BN)
         share = Fraction(config.recursions - recursion, config.recursions)
-        candidate_BN = score_BN if previous_BN is None else score_BN.masked_fill(~previous_BN, -torch.inf)
+        candidate_BN = score_BN
+        if previous_BN is not None:
+            candidate_BN = score_BN.masked_fill(~previous_BN, -torch.inf)
         kept, weight_BK = select_topk(candidate_BN, share, self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE)
         return Routing(kept, score_BN, weight_BK, predicted_BN=predicted_BN)
 
     def _balance(self, prob_BNR: Tensor, valid_BN: Tensor | None) -> Tensor:
         """Return the load-balance loss of tokens that choose their depth."""
-        prefix = self.mod_state.prefix
-        return balance_loss(prob_BNR[:, prefix:] if valid_BN is None else prob_BNR[valid_BN].unsqueeze(0))
+        if valid_BN is not None:
+            return balance_loss(prob_BNR[valid_BN].unsqueeze(0))
+        return balance_loss(prob_BNR[:, self.mod_state.prefix :])
 
     def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
         prefix = self.mod_state.prefix
         prob_BNR = self.routers[0](x_BND).softmax(dim=-1)
         last_BN = prob_BNR.argmax(dim=-1)
         # Prefix tokens run in all recursions, whatever their depth.
-        last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
-        return Depths(prob_BNR, last_BN if valid_BN is None else last_BN.masked_fill(~valid_BN, -1))
+        deepest = torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1)
+        last_BN = torch.cat([deepest, last_BN[:, prefix:]], dim=1)
+        if valid_BN is not None:
+            last_BN = last_BN.masked_fill(~valid_BN, -1)
+        return Depths(prob_BNR, last_BN)
 
     def _follow(self, depths: Depths, recursion: int) -> Routing:
         """Return the decision of a recursion under token choice: tokens whose last recursion is not over."""

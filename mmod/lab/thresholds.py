@@ -109,7 +109,8 @@ def _scaled(model: nn.Module, shape: RoutingConfig, stack: BlockStack, image: Te
             return inference_flops(model, {"image": image}) / report.dense
 
     # Every block keeps a token beside the prefix, which others can join; capacities are rounded.
-    low = (stack.prefix + 1.1) / (tokens * min(capacities)) * sum(capacities) / len(capacities)
+    least = (stack.prefix + 1.1) / (tokens * min(capacities))
+    low = least * sum(capacities) / len(capacities)
     high = 1.0
     if share(low) > budget:
         raise ValueError(
@@ -145,13 +146,20 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
         score_BN = decisions[name].score_BN
         # What joined another token before competes no more.
         joined_BN = score_BN == -torch.inf
-        level_BN = router.config.router.normalised(score_BN, ~joined_BN if joined_BN.any() else None)
+        valid_BN = None
+        if joined_BN.any():
+            valid_BN = ~joined_BN
+        level_BN = router.config.router.normalised(score_BN, valid_BN)
         count = kept_count(level_BN.shape[1], router.capacity, router.prefix)
         free = level_BN[:, router.prefix :].masked_fill(joined_BN[:, router.prefix :], -torch.inf)
         # Over all images at once: easy ones keep fewer, and the mean is that of top-k.
-        threshold = threshold_between(free[free > -torch.inf], free.shape[0] * (count - router.prefix))
-        most = int((free >= threshold).sum(dim=1).max()) + router.prefix
-        _decide(step.values(), {"threshold": threshold, "max_tokens": max(1, most) if static else None})
+        kept = free.shape[0] * (count - router.prefix)
+        threshold = threshold_between(free[free > -torch.inf], kept)
+        select: dict[str, float | None] = {"threshold": threshold, "max_tokens": None}
+        if static:
+            most = int((free >= threshold).sum(dim=1).max()) + router.prefix
+            select["max_tokens"] = max(1, most)
+        _decide(step.values(), select)
 
 
 def _step_of(named: tuple[str, RoutedBlock]) -> object:
@@ -179,9 +187,12 @@ def threshold_between(level: Tensor, count: int) -> float:
     slack = int(count * SLACK)
     first = max(count - slack, 1)
     last = min(count + slack, len(ranked) - 1)
+    if first > last and count:
+        # All reach it.
+        return float(ranked[-1] - 1)
     if first > last:
-        # All or none.
-        return float(ranked[-1] - 1) if count else float(ranked[0] + 1)
+        # None does.
+        return float(ranked[0] + 1)
     # The widest gap: a small change of the weights moves few tokens across it.
     gap = ranked[first - 1 : last] - ranked[first : last + 1]
     best = first + int(gap.argmax())
