@@ -75,9 +75,11 @@ class CallForm:
         shared: Arguments that are the same for all tokens and images.
         cross: See `BlockCall`.
         rope_prefix: Number of leading tokens without such a row.
-        layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E) or
-            (B, K, ...), or "flat" if it takes none, so that all images run as one sequence (1, T, D), see `FlatBlock`;
-            "bare" for one sequence (T, D).
+        layout: How the block takes rows that differ by image:
+            - "heads": as (B, 1, K, E);
+            - "batch": as (B, K, E) or (B, K, ...);
+            - "flat": not at all, so that all images run as one sequence (1, T, D), see `FlatBlock`;
+            - "bare": not at all, and the sequence is (T, D).
         boundaries: The argument that says where images begin, of a host that runs all images as one sequence, see
             `SegmentsBlock`; empty for a host with a batch.
         index_argument: The argument that takes the index (B, K) of tokens that are not all of them; empty for none.

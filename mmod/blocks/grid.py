@@ -98,8 +98,8 @@ class RowSource(NamedTuple):
         argument: Name of its argument that gets them.
         side: Patches along a side of a token; None where `merge_sizes` says it of each picture.
         channels: Channels of a pixel.
-        order: Returns which row of a frame comes at each place in the blocks, from the module and the frame's rows and
-            columns of patches; None where they get the rows as they come.
+        order: Returns which row of a frame comes at each place in the blocks. It gets the module, and the frame's rows
+            and columns of patches. None where blocks get the rows as they come.
     """
 
     module: nn.Module

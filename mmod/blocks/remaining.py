@@ -76,9 +76,10 @@ class Remaining:
         z_BKD = gather_rows(x, self.token_BK)
         if not self.drops:
             return z_BKD
-        # A fused row is no token.
+        # A fused row is no token. Dropped tokens have the slot -1, for which there is a place in front.
         stands_BK = torch.zeros_like(self.token_BK, dtype=torch.bool)
-        stands_BK = F.pad(stands_BK, (1, 0)).scatter(1, self.slot_BN + 1, True)[:, 1:]
+        with_dropped = F.pad(stands_BK, (1, 0)).scatter(1, self.slot_BN + 1, True)
+        stands_BK = with_dropped[:, 1:]
         return torch.where(stands_BK.unsqueeze(-1), z_BKD, after_BKD)
 
     def take(self, step: Reduced, z_BND: Tensor) -> Tensor:

@@ -202,9 +202,13 @@ def as_one_sequence(
     z_TD = x_BND.flatten(0, 1)[every_row]
     attended = len(z_TD)
     named = dict(arguments)
+
+    def in_sequence(rows: Tensor) -> Tensor:
+        return rows.reshape(-1, rows.shape[-1])[every_row]
+
     for name in call.rows:
         if named.get(name) is not None:
-            named[name] = map_rows(lambda rows: rows.reshape(-1, rows.shape[-1])[every_row], named[name])
+            named[name] = map_rows(in_sequence, named[name])
             # Attention alone may run on fewer tokens.
             attended = len(_first(named[name]))
     if call.boundaries in MASKS:

@@ -189,7 +189,8 @@ class LearnedRouter(Router):
             upper = module.chosen()[block]
         else:
             # The largest eighth below the capacity, and the one above.
-            lower = Fraction(min(int(float(learned.detach()) * STEPS), STEPS - 1), STEPS)
+            steps = int(float(learned.detach()) * STEPS)
+            lower = Fraction(min(steps, STEPS - 1), STEPS)
             upper = lower + Fraction(1, STEPS)
         before = self.override(Rule(self.config, upper))
         try:
@@ -265,9 +266,12 @@ def learn_capacity_(model: nn.Module, budget: float, example: Tensor, *, rate: f
         grid = QUARTERS[1:]
     reports = _reports(model, example, grid)
     total = float(reports[0].dense)
-    rows = [[row for row in report.blocks if row.name in routed_blocks(model)] for report in reports]
+    names = routed_blocks(model)
+    # By capacity, and then by block.
+    rows = [[row for row in report.blocks if row.name in names] for report in reports]
     costs = [[row.routed / total for row in block] for block in zip(*rows)]
-    fixed = reports[-1].routed / total - sum(block[-1] for block in costs)
+    in_blocks = sum(block[-1] for block in costs)
+    fixed = reports[-1].routed / total - in_blocks
     options = []
     for router, row, known in zip(routers, rows[0], costs):
         # By the number of kept tokens, which is rounded.

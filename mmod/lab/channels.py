@@ -65,8 +65,11 @@ class Channels(Method):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
         blocks: dict[str, Any] = {}
         for name, stage in model.named_children():
-            if name.startswith("layer"):
-                blocks |= {f"{name}.{index}": block for index, block in enumerate(stage.children()) if index % 2}
+            if not name.startswith("layer"):
+                continue
+            for index, block in enumerate(stage.children()):
+                if index % 2:
+                    blocks[f"{name}.{index}"] = block
         return blocks
 
     def check(self, model: nn.Module, stack: dict[str, Any]) -> None:
@@ -96,7 +99,10 @@ class Channels(Method):
             narrow = _narrow(block, self.divisor)
             selector = _selector(block, self.squeeze)
             # Layers without weights, such as activations, serve the narrow block as they are.
-            wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
+            wide: dict[str, nn.Module] = {}
+            for name, child in block.named_children():
+                if any(True for _ in child.parameters()):
+                    wide[name] = child
             for name in wide:
                 setattr(block, name, getattr(narrow, name))
             convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), make_records()))

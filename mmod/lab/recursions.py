@@ -443,8 +443,11 @@ class Cycle(Choosing):
         if depths is None:
             y = z + y
         else:
-            ends_BK = depths.last_BN.gather(1, routing.kept.index_BK) == recursion
-            y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.kept.index_BK), 0.0)
+            index_BK = routing.kept.index_BK
+            ends_BK = depths.last_BN.gather(1, index_BK) == recursion
+            # A token gets back its state before the first recursion, where its last one ends.
+            first_BKD = gather_rows(first_BND, index_BK)
+            y = y + torch.where(ends_BK.unsqueeze(-1), first_BKD, 0.0)
         # The gate is part of y already.
         return write_kept(x_BND, z, y, routing._replace(gate_BK=None))
 

@@ -213,8 +213,9 @@ class ExitCall(StackCall):
                     "early exit returns tensors with one row for each image, such as logits: call the model without "
                     "output_hidden_states and output_attentions"
                 )
-            # The last block may have been removed from the model.
-            leaves = [_with_rows(self.whole(rows), index_B, part) for rows, part in zip(leaves, parts)]
+            # The last block, which returns rows of all images, may have been removed from the model.
+            leaves = [self.whole(rows) for rows in leaves]
+            leaves = [_with_rows(rows, index_B, part) for rows, part in zip(leaves, parts)]
         return tree_unflatten(leaves, form)
 
 
@@ -372,10 +373,10 @@ def _as_reset(converted: type[nn.Module], host_reset: Callable[..., Any]) -> Cal
         if not num_classes:
             raise ValueError("early exit needs class probabilities: call mmod.undo_ before reset_classifier(0)")
         super(converted, self).reset_classifier(num_classes, *args, **kwargs)
-        for module in self.modules():
-            if isinstance(module, ExitHead):
-                for name in _CLASSIFIER:
-                    if name in module._modules:
-                        module.copy_module(name)
+        exits = [module for module in self.modules() if isinstance(module, ExitHead)]
+        for head in exits:
+            for name in _CLASSIFIER:
+                if name in head._modules:
+                    head.copy_module(name)
 
     return reset_classifier

@@ -147,7 +147,10 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
     with torch.no_grad(), without_autocast(key_BHNE):
         key_BNE = key_BHNE.mean(dim=1)
         key_BNE = key_BNE / key_BNE.norm(dim=-1, keepdim=True)
-        like_BAC = key_BNE[:, ::2] @ key_BNE[:, 1::2].transpose(1, 2)
+        # The first set are the tokens with even numbers.
+        first_BAE = key_BNE[:, ::2]
+        second_BCE = key_BNE[:, 1::2]
+        like_BAC = first_BAE @ second_BCE.transpose(1, 2)
         # The prefix alternates between the two sets, as all tokens do.
         protected_A = prefix - prefix // 2
         protected_C = prefix // 2
@@ -161,7 +164,8 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
             left_BA = left_BA.sort(dim=-1).values[:, protected_A:]
         # In what remains, the second set without its prefix stands behind the prefix and what is left of the first.
         into_BR = partner_BA.gather(1, gone_BR) + (prefix + left_BA.shape[1] - protected_C)
-        position_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(left_BA.shape[0], -1)
-        stay_BK = torch.cat([position_N[:, :prefix], 2 * left_BA, position_N[:, 2 * protected_C + 1 :: 2]], dim=1)
-        # The first set are the tokens with even numbers.
+        position_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device)
+        position_BN = position_N.expand(left_BA.shape[0], -1)
+        second_BC = position_BN[:, 2 * protected_C + 1 :: 2]
+        stay_BK = torch.cat([position_BN[:, :prefix], 2 * left_BA, second_BC], dim=1)
         return stay_BK, 2 * gone_BR, into_BR

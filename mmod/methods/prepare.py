@@ -207,7 +207,11 @@ def _configs_by_block(config: RoutingConfig, rows: Sequence[PlannedBlock]) -> di
         if isinstance(select, Threshold) and isinstance(select.threshold, tuple):
             select = dataclasses.replace(select, threshold=select.threshold[number])
         own = config.replace(operator=row.operator, context=row.context, select=select)
-        configs[row.block] = next((other for other in (config, *configs.values()) if other == own), own)
+        for other in (config, *configs.values()):
+            if other == own:
+                own = other
+                break
+        configs[row.block] = own
     return configs
 
 

@@ -38,8 +38,8 @@ class Prune(Reducing):
         blocks: Numbers of the blocks that prune; None takes those after each quarter of the depth, (3, 6, 9) of 12.
         fuse: Add one token, the sum of the dropped tokens weighted by attention. The next pruning block treats it as a
             patch.
-        by: Whose attention counts, averaged over heads: "class_token", the "mean" over all tokens, or "auto": the class
-            token, or the mean where there is none or the head of a timm model reads none.
+        by: Whose attention counts, averaged over heads: "class_token", or the "mean" over all tokens. "auto" is the
+            class token, or the mean where there is none or the head of a timm model reads none.
         training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: EViT, Liang et al., arXiv 2202.07800.

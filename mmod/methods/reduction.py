@@ -1,9 +1,9 @@
 """Blocks after whose attention fewer tokens remain, by its queries, keys or importance.
 
 Blocks pass on the remaining tokens only where the host's own code runs them in sequence, see `BlockOwner`. All other
-code, such as `forward_intermediates`, hooks and subclasses, gets the full grid from each block: a merged token at each
-of its places, and a pruned one as it was when dropped. So does what follows the blocks, except for a head in a call of
-the model.
+code, such as `forward_intermediates`, hooks and subclasses, gets the full grid from each block. A merged token then
+stands at each of its places, and a pruned one is as it was when dropped. What follows the blocks gets the full grid
+too, except for a head in a call of the model.
 
 Axes: B images, N tokens, K tokens after a reduction, D channels.
 """
@@ -49,8 +49,8 @@ class Reduction(NamedTuple):
 
     Args:
         watch: Returns what reads the attention.
-        reduce: Returns what remains of the rows (B, N, D), by the number of tokens that each represents (B, N), None
-            for one each, and what was read; None for all rows.
+        reduce: Returns what remains of the rows; None for all of them. It gets the rows (B, N, D), the number of tokens
+            that each represents (B, N) or None for one each, and what was read.
     """
 
     watch: Callable[[], AttentionIntercept]

@@ -359,7 +359,10 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
     rules = [router.rule for router in routers]
     # Blocks with equal configs share one object.
     changed = {id(rule.config): change(rule.config) for rule in rules}
-    outer = [router.override(replace(rule, config=changed[id(rule.config)])) for router, rule in zip(routers, rules)]
+    outer = []
+    for router, rule in zip(routers, rules):
+        config = changed[id(rule.config)]
+        outer.append(router.override(replace(rule, config=config)))
     try:
         yield
     finally:

@@ -21,8 +21,8 @@ class Duplicates(NamedTuple):
     """What stands for the patches of pictures.
 
     Args:
-        difference_BN: Largest difference of a channel, in grey levels of 255, to the most similar of the patches that
-            stand for the left, the upper and the upper-left neighbour; `FIRST` at the first patch of a cell.
+        difference_BN: Largest difference of a channel, in grey levels of 255. It is that to the most similar of the
+            patches that stand for the left, the upper and the upper-left neighbour; `FIRST` at the first of a cell.
         stands_BN: The patch that stands for each, itself where none is similar enough.
         first_BN: The first patch of each patch's cell, which stands for itself.
     """
@@ -98,7 +98,9 @@ def find_duplicates(
     """
     rows, columns = pixels_BRCHE.shape[1:3]
     height, width = cell_sides((rows, columns), cell)
-    cells = _Cells((rows, columns), (frames, height, width), (-(-rows // height), -(-columns // width)))
+    # Cells at the lower and right edges may reach beyond the grid.
+    counts = (-(-rows // height), -(-columns // width))
+    cells = _Cells((rows, columns), (frames, height, width), counts)
     pixels_SPHE = cells.split(pixels_BRCHE)
     device = pixels_SPHE.device
     stands_SP = torch.arange(pixels_SPHE.shape[1], device=device).repeat(pixels_SPHE.shape[0], 1)
@@ -107,9 +109,11 @@ def find_duplicates(
     # By diagonals, since a patch may stand for what its left and upper neighbours stand for, which must be known.
     for diagonal in range(1, frames + height + width - 2):
         place_3D = _diagonal(diagonal, cells.sides, device)
-        patch_D = (place_3D[0] * height + place_3D[1]) * width + place_3D[2]
+        frame_D, row_D, column_D = place_3D
+        patch_D = (frame_D * height + row_D) * width + column_D
         least_SD, joined_SD = _most_similar(pixels_SPHE, stands_SP, patch_D, place_3D, cells, levels_H)
-        stands_SP = stands_SP.index_copy(1, patch_D, torch.where(least_SD <= limit, joined_SD, patch_D))
+        stands_SD = torch.where(least_SD <= limit, joined_SD, patch_D)
+        stands_SP = stands_SP.index_copy(1, patch_D, stands_SD)
         # Below FIRST, which marks the first patch of a cell alone.
         difference_SP = difference_SP.index_copy(1, patch_D, least_SD.clamp(max=FIRST - 1))
     first_N = first_of_cells((rows, columns), cell, device)
@@ -173,7 +177,8 @@ def _most_similar(
         place_3D: Their frames, rows and columns (3, D).
     """
     frames, height, width = cells.sides
-    begin_S1 = torch.arange(stands_SP.shape[0], device=stands_SP.device).unsqueeze(1) * stands_SP.shape[1]
+    cell_S1 = torch.arange(stands_SP.shape[0], device=stands_SP.device).unsqueeze(1)
+    begin_S1 = cell_S1 * stands_SP.shape[1]
     pixels_SDHE = pixels_SPHE.index_select(1, patch_D).float()
     joined_SD = stands_SP[:, patch_D]
     least_SD = torch.full(joined_SD.shape, inf, device=joined_SD.device)

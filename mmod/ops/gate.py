@@ -11,9 +11,12 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
 
     Args:
         score: Raw scores.
-        gate: "identity" (A-MoD: no weight), "step" (no weight in evaluation, see `step_gate`), "linear"
-            (`scale * score`; MoD, Eq. 1 at scale 1), "sigmoid" (`scale * sigmoid(score)`; MoR at scale 0.1,
-            MoDification at 1), "tanh" (`1 + scale * tanh(score)`; p-MoD at scale 0.2).
+        gate: How a score weighs:
+            - "identity": not at all (A-MoD);
+            - "step": not at all in evaluation, see `step_gate`;
+            - "linear": `scale * score` (MoD, Eq. 1 at scale 1);
+            - "sigmoid": `scale * sigmoid(score)` (MoR at scale 0.1, MoDification at 1);
+            - "tanh": `1 + scale * tanh(score)` (p-MoD at scale 0.2).
         scale: Factor of the gate.
 
     Raises:

@@ -92,10 +92,10 @@ class TokenGroups(NamedTuple):
 
     Args:
         group_BN: -1 for padding, 0 for tokens that are always kept, and from 1 on the group of tokens that may be
-            skipped (B, N); top-k is taken within each group.
+            skipped (B, N). Top-k is taken within each group.
         gated_BN: True where the gate weighs a kept token's update (B, N).
-        limit_BN: Bounds negated scores before they are sorted (B, N): -inf puts tokens that are always kept first,
-            inf leaves those that may be skipped as they are, and NaN puts padding last.
+        limit_BN: Bounds negated scores before they are sorted (B, N). -inf puts tokens that are always kept first, and
+            NaN puts padding last; inf leaves those that may be skipped as they are.
         sizes: Sizes of the groups of every sample.
         always: Number of tokens that are always kept, per sample.
         strict: A capacity that keeps no token of a group is an error.

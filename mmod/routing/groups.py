@@ -97,7 +97,8 @@ def _numbered(
 
 def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
     """Raise a ValueError unless the image tokens of every packed sample are whole frames."""
-    counts = torch.zeros(free_BN.shape[0], int(segment_BN.max()) + 1, dtype=torch.long, device=free_BN.device)
+    samples = int(segment_BN.max()) + 1
+    counts = torch.zeros(free_BN.shape[0], samples, dtype=torch.long, device=free_BN.device)
     counts = counts.scatter_add(1, segment_BN, free_BN.long())
     if bool((counts % frames).any()):
         raise ValueError(f"frames={frames} does not divide the image tokens of packed samples, {counts.tolist()}")

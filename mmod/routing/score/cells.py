@@ -44,8 +44,8 @@ class CellScore(Grouping):
     """Score tokens so that those of uniform cells come last.
 
     A cell is a square of `side` times `side` tokens of the grid, smaller at the right and lower edges where the grid is
-    no multiple of it. The variance v of its tokens, the mean over tokens and channels, makes a score of v / (1 + v) for
-    each of them but the first, which stands for those that join it and has the score 2, as `prefix` tokens have.
+    no multiple of it. Its first token stands for those that join it, and has the score 2, as `prefix` tokens have. Each
+    other one has the score v / (1 + v), by the variance v of the cell's tokens, a mean over tokens and channels.
 
     Example:
         >>> CellScore()(torch.tensor([[[1.0], [1.0], [5.0], [7.0]]])).shape, CellScore().first(16, torch.device("cpu"))

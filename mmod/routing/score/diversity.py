@@ -29,9 +29,9 @@ class Diversity(Score):
 class DiversityScore(nn.Module):
     """Score tokens so that the k best are those that max-min selection takes, for every k.
 
-    Selection takes the token i with the largest `min_j d(i, j)`, where d is the cosine distance and j runs over the
-    tokens that are taken, or over all others before any is. That value is its score; the first token has 2, which none
-    exceeds. `prefix` tokens take no part and have the score 2.
+    Selection takes the token i with the largest `min_j d(i, j)`, where d is the cosine distance. Here j runs over the
+    tokens that are taken, or over all others before any is. That value is the token's score; the first token has 2,
+    which none exceeds. `prefix` tokens take no part and have the score 2.
 
     Source: DivPrune, Alvar et al., arXiv 2503.02175, algorithm 1; there the tokens are the language model's inputs.
 
@@ -59,7 +59,8 @@ class DiversityScore(nn.Module):
         score_BN = torch.full_like(far_BNN[:, 0], -1.0)
         # Tokens that take no part are near to nothing; nor is a token near to itself.
         itself_NN = torch.eye(tokens, dtype=torch.bool, device=x_BND.device)
-        least_BN = far_BNN.masked_fill(out_BN[:, None] | itself_NN, torch.inf).amin(dim=-1).clamp(max=2)
+        others_BNN = far_BNN.masked_fill(out_BN[:, None] | itself_NN, torch.inf)
+        least_BN = others_BNN.amin(dim=-1).clamp(max=2)
         for step in range(tokens):
             value_BN = least_BN.masked_fill(out_BN, -1.0)
             value_B1, chosen_B1 = value_BN.max(dim=1, keepdim=True)
@@ -67,7 +68,8 @@ class DiversityScore(nn.Module):
             first_B1 = torch.full_like(value_B1, 2.0) if step == 0 else value_B1
             score_B1 = torch.where(value_B1 < 0, score_BN.gather(1, chosen_B1), first_B1)
             score_BN = score_BN.scatter(1, chosen_B1, score_B1)
-            taken_BN = far_BNN.gather(1, chosen_B1.unsqueeze(-1).expand(-1, -1, tokens))[:, 0]
+            row_B1N = chosen_B1.unsqueeze(-1).expand(-1, -1, tokens)
+            taken_BN = far_BNN.gather(1, row_B1N)[:, 0]
             least_BN = taken_BN if step == 0 else torch.minimum(least_BN, taken_BN)
             out_BN = out_BN.scatter(1, chosen_B1, True)
         return F.pad(score_BN, (self.prefix, 0), value=2.0)

@@ -28,16 +28,16 @@ class Duplicate(Score):
     its upper-left neighbour in its cell, and joins the most similar one. With `select="threshold"`, at any threshold in
     (0, 1], patches that differ by at most `tolerance` are skipped. Top-k keeps the patches that differ most.
 
-    In a language model the same holds of image tokens: the difference of a token that is made of several patches is the
-    largest of theirs, so that it is skipped only if all of them are duplicates. Text is never skipped. In a video that
-    comes with `video_grid_thw`, a patch is also compared with the one that is kept for its position one frame earlier.
+    In a language model the same holds of image tokens. One that is made of several patches has the largest of their
+    differences, so that it is skipped only if all of them are duplicates. Text is never skipped. In a video that comes
+    with `video_grid_thw`, a patch is also compared with the one that is kept for its position one frame earlier.
 
     Args:
         tolerance: Largest difference of a channel at which patches are duplicates, in grey levels of 255: 0 for equal
             pixels alone, and below 0 for no duplicates.
         cell: Patches along a side of a cell, of which at least one is kept; None for the whole image. The smaller, the
-            nearer is the patch that a skipped one joins. Where s x s patches become a token of a language model, its
-            cells are of whole tokens, of 2 x 2 at least: their side is `cell` rounded up to a multiple of s, or 2 s.
+            nearer is the patch that a skipped one joins. Where s x s patches become a token of a language model, cells
+            are of whole tokens: their side is `cell` rounded up to a multiple of s, and 2 s at least.
         std: What pixels in [0, 1] were divided by when they were normalised, one number or one for each channel, as the
             image processor says. None takes the model's. A tolerance above 0 needs it; without it, patches that differ
             are ranked by the pixels that the model gets.
@@ -119,7 +119,9 @@ class DuplicateScore(Grouping):
         grid = self._patches().grid
         if grid is not None:
             height, width = cell_sides(grid, self.cell)
-            return self.prefix + -(-grid[0] // height) * -(-grid[1] // width)
+            down = -(-grid[0] // height)
+            across = -(-grid[1] // width)
+            return self.prefix + down * across
         seen = self._seen()
         begins_BN = seen.difference_BN == FIRST
         return self.prefix + int(begins_BN.sum(dim=1).amin())

@@ -30,7 +30,7 @@ class Linear(WithImportance):
             otherwise. A sigmoid gate that starts near 1, as with 3, leaves a pretrained model what it was.
         tied: All routed layers of a language model score with one weight, stored once (gamma-MoD).
         shared: Consecutive routed blocks of an image or caption encoder use the score of the first of them, which alone
-            has a weight; at equal capacity they keep the same tokens, decided once, in training too.
+            has a weight. At equal capacity they keep the same tokens, decided once, in training too.
         importance: Which queries count where the loss "importance" teaches it, see `mmod.config.WithImportance`.
     """
 
@@ -158,7 +158,7 @@ def mean_score(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
 def near_dense_std(dim: int, gate_scale: float) -> float:
     """Return an initial weight scale at which tanh gates of normalised tokens start within a percent of 1.
 
-    A weight of exactly zero would tie every score, and ties keep the lowest positions of every image: the router
-    would start with the upper rows of the picture and only ever see a gradient from there.
+    A weight of exactly zero would tie every score, and ties keep the lowest positions of every image. The router would
+    start with the upper rows of the picture, and only ever see a gradient from there.
     """
     return 0.01 / (2.5 * max(gate_scale, 0.01) * math.sqrt(dim))
