@@ -116,7 +116,11 @@ def op(
         @functools.wraps(definition)
         def run(*args: P.args, **kwargs: P.kwargs) -> Result:
             # The first argument of every op is the tensor whose device and dtype decide.
-            main: Any = args[0] if args else next(iter(kwargs.values()))
+            main: Any
+            if args:
+                main = args[0]
+            else:
+                main = next(iter(kwargs.values()))
             # The common case on a CPU, where a small op takes less time than a choice among kernels.
             if not forced and main.is_cpu:
                 return definition(*args, **kwargs)
@@ -276,7 +280,8 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
     for other in entry.backends[1:]:
         if any(_refusal(kernel, tensor, facts) is None for kernel in entry.of(other)):
             able.append(other)
-    raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {_alternatives([Backend.TORCH, *able])}")
+    others = _alternatives([Backend.TORCH, *able])
+    raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {others}")
 
 
 def _automatic(entry: Op, tensor: Tensor, facts: Mapping[str, int]) -> Kernel | None:
@@ -396,7 +401,10 @@ def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> s
 def _conditions(kernel: Kernel) -> list[str]:
     conditions = []
     for fact, limit in kernel.limits.items():
-        conditions.append(f"{fact} <= {limit}" if limit else f"no {fact}")
+        if limit:
+            conditions.append(f"{fact} <= {limit}")
+        else:
+            conditions.append(f"no {fact}")
     if kernel.when:
         conditions.append(kernel.where)
     if not kernel.compiled:

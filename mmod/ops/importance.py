@@ -244,7 +244,9 @@ def _slice(values: Tensor, slices: tuple[slice, ...]) -> Tensor:
     """Slice the leading axes; an axis of size 1 is broadcast."""
     axes = []
     for axis, size in zip(slices, values.shape):
-        axes.append(axis if size > 1 else slice(None))
+        if size <= 1:
+            axis = slice(None)
+        axes.append(axis)
     return values[tuple(axes)]
 
 

@@ -271,15 +271,19 @@ def select_threshold(
         most_B = torch.full_like(count_B, tokens)
     else:
         most_B = valid_BN.sum(dim=1)
-    # The prefix always runs, whatever `max_tokens` says.
-    ceiling = None if max_tokens is None else max(max_tokens, prefix)
+    ceiling = None
+    if max_tokens is not None:
+        # The prefix always runs, whatever `max_tokens` says.
+        ceiling = max(max_tokens, prefix)
     count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=ceiling), most_B)
     slots, total = _slots_for_threshold(count_B, tokens, ceiling)
     order_BN = _rank(level_BN, prefix, protect_BN)
     index_BK, valid_BK = ascending_valid(order_BN[:, :slots], count_B, tokens)
-    # Where every slot is filled, blocks need neither a mask nor packed rows.
-    all_filled = total == valid_BK.numel()
-    return Kept(index_BK, None if all_filled else valid_BK, total, order_BN=order_BN if ordered else None)
+    kept_order_BN = order_BN if ordered else None
+    if total == valid_BK.numel():
+        # Every slot is filled, so that blocks need neither a mask nor packed rows.
+        return Kept(index_BK, None, total, order_BN=kept_order_BN)
+    return Kept(index_BK, valid_BK, total, order_BN=kept_order_BN)
 
 
 def _slots_for_threshold(count_B: Tensor, tokens: int, ceiling: int | None) -> tuple[int, int | None]:

@@ -53,8 +53,12 @@ def _attend_by_tiles(
         for _, head, queries in cut_map(1, heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal):
             # Later keys are left out of the product, not only hidden.
             keys = slice(queries.stop if is_causal else None)
-            lse_HQ = None if lse_HN is None else lse_HN[head, queries]
-            weight_Q = None if weight_N is None else weight_N[queries]
+            lse_HQ = None
+            if lse_HN is not None:
+                lse_HQ = lse_HN[head, queries]
+            weight_Q = None
+            if weight_N is not None:
+                weight_Q = weight_N[queries]
             received = _attend_tile(
                 q_HNE[head, queries],
                 k_HEN[head, :, keys],
