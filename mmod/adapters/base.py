@@ -190,7 +190,9 @@ def has_tensors(value: object) -> bool:
 
     A number, such as the Trainer's count of samples, is none, nor is what mmod itself passes to blocks.
     """
-    leaves = tree_leaves(value) if type(value) in (tuple, list, dict) else [value]
+    leaves = [value]
+    if type(value) in (tuple, list, dict):
+        leaves = tree_leaves(value)
     return any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves)
 
 
@@ -204,7 +206,9 @@ def by_name(names: Collection[str], args: tuple[Any, ...], kwargs: Arguments) ->
     """Return a block's arguments after the tokens by name."""
     if len(args) > len(names):
         raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {', '.join(names)}")
-    return name_arguments(names, args, kwargs) if args else kwargs
+    if not args:
+        return kwargs
+    return name_arguments(names, args, kwargs)
 
 
 def _behind_images(rows: Tensor) -> Tensor:
@@ -320,9 +324,12 @@ class NamedArguments(CallForm, BlockCall):
             # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.
             return False
         for name, value in arguments.items():
+            if name in self.rows:
+                continue
             # Values of an image belong to no row of the sequence.
-            holds = isinstance(value, (tuple, list, Mapping)) or (isinstance(value, Tensor) and value.ndim > 0)
-            if holds and name not in self.rows:
+            if isinstance(value, (tuple, list, Mapping)):
+                return False
+            if isinstance(value, Tensor) and value.ndim > 0:
                 return False
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
@@ -344,7 +351,9 @@ class NamedArguments(CallForm, BlockCall):
             rows = with_prefix(rows, self.rope_prefix)
             row_T = row_T[self.rope_prefix :]
         packed = self._as_host(pack_batch(rows, row_T, tokens))
-        return packed[0] if self.layout == "flat" else packed
+        if self.layout == "flat":
+            return packed[0]
+        return packed
 
     def _begins_with_images(self, name: str, rows: Tensor) -> bool:
         """Return whether the axis of rows is the second, behind that of images or of one for all."""
@@ -352,7 +361,9 @@ class NamedArguments(CallForm, BlockCall):
 
     def _as_host(self, rows: Tensor) -> Tensor:
         """Return rows (B, K, H or 1, E) as the block takes those that differ by image."""
-        return rows.transpose(1, 2) if self.layout == "heads" else rows.squeeze(2)
+        if self.layout == "heads":
+            return rows.transpose(1, 2)
+        return rows.squeeze(2)
 
     def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
@@ -393,7 +404,10 @@ class NamedArguments(CallForm, BlockCall):
                 narrowed[name] = map_rows(self._narrow_rows, narrowed[name], name, index_BK)
         if self.index_argument:
             before_BN = narrowed.get(self.index_argument)
-            narrowed[self.index_argument] = index_BK if before_BN is None else before_BN.gather(1, index_BK)
+            if before_BN is not None:
+                # The tokens are some of those that the index says.
+                index_BK = before_BN.gather(1, index_BK)
+            narrowed[self.index_argument] = index_BK
         return narrowed
 
     def _narrow_rows(self, rows: Tensor, name: str, index_BK: Tensor) -> Tensor:
@@ -444,4 +458,6 @@ class NamedArguments(CallForm, BlockCall):
             if routing.kept.valid_BK is not None:
                 # An empty slot may point at padding, whose row may be masked completely: that gives NaN gradients.
                 mask = show_all_keys(mask, routing.kept.valid_BK)
-        return narrowed if mask is None else {**narrowed, self.mask: mask}
+        if mask is not None:
+            narrowed[self.mask] = mask
+        return narrowed

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from mmod.adapters.proven import Proof
 from mmod.blocks import (
@@ -141,10 +141,16 @@ class _Watch(TorchFunctionMode):
             _, (name, x), *further = signature.bind(None, *args, **kwargs).arguments.items()
             arguments: dict[str, Any] = {}
             for further_name, value in further:
-                is_rest = signature.parameters[further_name].kind is inspect.Parameter.VAR_KEYWORD
-                arguments.update(value if is_rest else {further_name: value})
-            boundaries = boundaries_of(arguments, x) if isinstance(x, Tensor) else ""
-            self.calls.append(_Call(x, arguments, "" if args else name, boundaries))
+                if signature.parameters[further_name].kind is inspect.Parameter.VAR_KEYWORD:
+                    arguments.update(value)
+                else:
+                    arguments[further_name] = value
+            boundaries = ""
+            if isinstance(x, Tensor):
+                boundaries = boundaries_of(arguments, x)
+            # Empty for tokens that come by their place.
+            tokens = "" if args else name
+            self.calls.append(_Call(x, arguments, tokens, boundaries))
             if is_last or not boundaries:
                 raise _Reached
             self._output = x.clone()
@@ -214,8 +220,11 @@ def first_that_runs(
             raise
         # A model may raise anything for an input that it was not made for.
         except Exception as error:
-            titles = {name: "input" if _is_positional(name) else name for name in inputs}
-            shapes = [f"{titles[name]} {tuple(v.shape)}" for name, v in inputs.items() if isinstance(v, Tensor)]
+            shapes = []
+            for name, value in inputs.items():
+                if isinstance(value, Tensor):
+                    title = "input" if _is_positional(name) else name
+                    shapes.append(f"{title} {tuple(value.shape)}")
             reasons.append(f"{', '.join(shapes)}: {error}")
     return None, "; ".join(reasons[:2]) or "nothing that it takes is known"
 
@@ -273,7 +282,9 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
         layout = "bare" if x.ndim == 2 else "flat"
         x, arguments = _as_batch(call)
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
-        got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        got = f"a {type(x).__name__}"
+        if isinstance(x, Tensor):
+            got = f"a tensor {tuple(x.shape)}"
         advice = ""
         if isinstance(x, Tensor) and x.ndim == 4:
             advice = ". Convolutions and windows read every place of a map: smaller images make such a model cheaper"
@@ -281,21 +292,22 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
     same_N = (x[0] == x[1]).all(dim=-1)
     if bool(same_N.all()):
         raise _NoTokens("gets equal tokens for two different images: are the model's weights loaded?")
+    # Tokens that depend on no image stand in front of the patches and behind them.
     changed = same_N.logical_not().nonzero().flatten()
+    prefix = int(changed[0])
     suffix = x.shape[1] - 1 - int(changed[-1])
     seen = Proof(
         blocks=blocks,
         projection="",
-        prefix=int(changed[0]),
+        prefix=prefix,
         suffix=suffix,
         dim=x.shape[2],
-        patches=x.shape[1] - int(changed[0]) - suffix,
+        patches=x.shape[1] - prefix - suffix,
         boundaries=call.boundaries,
         layout=layout,
         tokens=call.tokens,
     )
-    arguments = tree_map(lambda leaf: runnable(leaf) if isinstance(leaf, Tensor) else leaf, dict(arguments))
-    return BlockInputs(x.float(), arguments, seen)
+    return BlockInputs(x.float(), tree_map_only(Tensor, runnable, dict(arguments)), seen)
 
 
 def _check_windows(windows: Segments, call: _Call, model: nn.Module, blocks: str) -> None:
@@ -314,9 +326,15 @@ def _as_batch(call: _Call) -> tuple[Tensor, dict[str, Any]]:
     arguments = {name: value for name, value in call.arguments.items() if name != call.boundaries}
     for name, value in arguments.items():
         items = tree_leaves(value)
-        if items and all(isinstance(item, Tensor) and item.ndim == 2 and len(item) == tokens for item in items):
+        if items and all(_has_rows(item, tokens) for item in items):
             arguments[name] = map_rows(lambda rows: rows[:, :, :_KEPT], split_rows(value, images))
-    return images.split(call.x.flatten(0, -2))[:, :_KEPT], arguments
+    x_BND = images.split(call.x.flatten(0, -2))
+    return x_BND[:, :_KEPT], arguments
+
+
+def _has_rows(value: object, tokens: int) -> bool:
+    """Return whether an argument has a row of each token, as rotary embeddings have."""
+    return isinstance(value, Tensor) and value.ndim == 2 and len(value) == tokens
 
 
 def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str, module: nn.Module, args: object, output: Tensor) -> None:
@@ -355,7 +373,9 @@ def runnable(tensor: Tensor) -> Tensor:
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         return torch.randn(tensor.shape, dtype=torch.float32)
     plain = tensor.detach().cpu()
-    return plain.float() if plain.is_floating_point() else plain
+    if plain.is_floating_point():
+        return plain.float()
+    return plain
 
 
 def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[dict[str, Any]]:
@@ -365,8 +385,9 @@ def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[
     if example is not None:
         if isinstance(example, (tuple, list)):
             example = {str(number): value for number, value in enumerate(example)}
-        values = example if isinstance(example, Mapping) else {pixels: example}
-        yield _for_two_images(values, [*names][:1])
+        elif not isinstance(example, Mapping):
+            example = {pixels: example}
+        yield _for_two_images(example, [*names][:1])
         return
     if GRIDS in names:
         yield from _one_sequence(model, next(iter(names)))
@@ -404,8 +425,10 @@ def _for_two_images(example: Arguments, names: Sequence[str]) -> dict[str, Any]:
     def repeat(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        of_images = leaf.ndim > 0 and len(leaf) == batch
-        return runnable(leaf[torch.arange(2) % batch] if of_images and batch else leaf)
+        if batch and leaf.ndim > 0 and len(leaf) == batch:
+            # The first two; an example of one image is both.
+            leaf = leaf[torch.arange(2) % batch]
+        return runnable(leaf)
 
     repeated = {name: tree_map(repeat, value) for name, value in example.items()}
     if images.ndim and images.is_floating_point():
@@ -455,7 +478,10 @@ def _sides(model: nn.Module) -> Iterator[tuple[int, int]]:
             size = getattr(holder, name, None)
             if isinstance(size, int) and size:
                 yield size, size
-            elif isinstance(size, (tuple, list)) and len(size) >= 2 and all(isinstance(side, int) for side in size):
+            if not isinstance(size, (tuple, list)) or len(size) < 2:
+                continue
+            # Of a video, the first is the number of frames.
+            if all(isinstance(side, int) for side in size):
                 yield size[-2], size[-1]
     for side in _SIDES:
         yield side, side
@@ -467,7 +493,8 @@ def _setting(model: nn.Module, names: tuple[str, ...], default: int) -> int:
     found = [value for value in values if isinstance(value, int)]
     if found:
         return found[0]
-    convolution = next((module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))), None)
-    if "num_channels" in names and convolution is not None:
-        return convolution.in_channels
+    if "num_channels" in names:
+        for module in model.modules():
+            if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+                return module.in_channels
     return default

@@ -114,8 +114,10 @@ def settings_of(block: nn.Module) -> tuple[object, ...]:
     for name, weight in block.named_parameters():
         settings += [name, tuple(weight.shape)]
     for name, buffer in block.named_buffers():
+        raw = None
         # Values on the meta device are unknown.
-        raw = None if buffer.is_meta else buffer.cpu().flatten().view(torch.uint8).numpy().tobytes()
+        if not buffer.is_meta:
+            raw = buffer.cpu().flatten().view(torch.uint8).numpy().tobytes()
         settings += [name, tuple(buffer.shape), raw]
     return tuple(settings)
 
@@ -185,7 +187,8 @@ def _as_host(proof: Proof, x_BND: Tensor, arguments: Arguments) -> tuple[Tensor,
 def _check_output(output: object, x: Tensor, arguments: Arguments) -> None:
     outputs = output if isinstance(output, tuple) else (output,)
     shapes = [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]
-    given = [tuple(value.shape) for value in arguments.values() if isinstance(value, Tensor) and value.ndim == 3]
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    given = [tuple(tensor.shape) for tensor in tensors if tensor.ndim == 3]
     if shapes[:1] != [tuple(x.shape)] or {*shapes[1:]} & {*given}:
         like = "Stages that merge patches, as in Swin, work on the grid of all tokens"
         if {*shapes} & {*given}:
@@ -241,8 +244,12 @@ def random_copy(block: nn.Module) -> Any:
     for weight in block.parameters():
         if weight.is_floating_point() and type(weight.data) is Tensor:
             drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-            # Outputs of linear layers keep the size of their inputs; scales and biases are drawn around a half.
-            drawn = drawn / weight.shape[1:].numel() ** 0.5 if weight.ndim > 1 else 0.5 + drawn / 2
+            if weight.ndim > 1:
+                # Outputs of linear layers keep the size of their inputs.
+                drawn = drawn / weight.shape[1:].numel() ** 0.5
+            else:
+                # Scales and biases are drawn around a half.
+                drawn = 0.5 + drawn / 2
             memo[id(weight)] = nn.Parameter(drawn, requires_grad=False)
     trial = copy_with(block, memo)
     for module in trial.modules():
@@ -318,7 +325,8 @@ class _Trial:
     def run(self, index_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
         """Return the block's output for some tokens; those that are not valid are hidden as keys."""
         routing = Routing(Kept(index_BK, valid_BK), torch.zeros(self.x_BND.shape[:2]))
-        z_BKD = self.x_BND.gather(1, index_BK.unsqueeze(-1).expand(-1, -1, self.x_BND.shape[-1]))
+        index_BKD = index_BK.unsqueeze(-1).expand(-1, -1, self.x_BND.shape[-1])
+        z_BKD = self.x_BND.gather(1, index_BKD)
         arguments = dict(self.call.select_tokens(self.arguments, self.x_BND, routing))
         # Blocks may draw in evaluation too.
         torch.default_generator.manual_seed(0)
@@ -368,7 +376,9 @@ class _Trial:
             "gives some tokens another result where the others are hidden from attention than where they are left out: "
             "tokens reach each other by another way than attention"
         )
-        self._compare(self.run(index_BK[:, :alone]), self.run(index_BK, valid_BK)[:, :alone], lacks, 2)
+        left_BKD = self.run(index_BK[:, :alone])
+        shown_BKD = self.run(index_BK, valid_BK)[:, :alone]
+        self._compare(left_BKD, shown_BKD, lacks, 2)
         # A batch norm, or attention over a batch, shows in an image that is not beside the other.
         images = [self._alone(image, index_BK[image : image + 1]) for image in range(2)]
         self._compare(torch.cat(images), y_BKD, "gives an image another result in another batch", 3)
@@ -388,8 +398,12 @@ class _Trial:
             self.run(self.index_BK[:, : self.proof.prefix + ALONE])
         if len(few) != len(self.seen):
             return ()
-        pairs = enumerate(zip(few, self.seen))
-        return tuple(number for number, (one, other) in pairs if one.shape[-1] == other.shape[-1])
+        cross = []
+        for number, (one, other) in enumerate(zip(few, self.seen)):
+            # As many keys for few tokens as for all.
+            if one.shape[-1] == other.shape[-1]:
+                cross.append(number)
+        return tuple(cross)
 
     def _alone(self, image: int, index_1K: Tensor) -> Tensor:
         """Return the output for some tokens of one image, beside itself: so both draw what they draw together."""

@@ -37,13 +37,17 @@ def open_language(source: str, options: Options) -> Opened:
     is_changed = isinstance(getattr(config, KEY, None), dict)
     prepare = partial(open_processor, source)
     if not options.pretrained:
-        # Of a changed model, a dense one is made dense: methods may replace weights that it has.
         make = partial(_drawn, args=options.args)
-        model = make_transformers(config, source, make, options.dense) if is_changed else make(config)
+        if is_changed:
+            # Of a changed model, a dense one is made dense: methods may replace weights that it has.
+            model = make_transformers(config, source, make, options.dense)
+        else:
+            model = make(config)
         return Opened(model, f"the architecture of {source} with random weights", prepare)
     with hidden_bars():
         if is_changed:
-            model = load_pretrained(source if is_local else f"{HUB}{source}", **options.args)
+            folder = source if is_local else f"{HUB}{source}"
+            model = load_pretrained(folder, **options.args)
         else:
             model = _auto(config).from_pretrained(source, **options.args)
     return Opened(model, f"the model of transformers in {source}", prepare)
@@ -61,8 +65,9 @@ def _drawn(config: Any, args: Mapping[str, object]) -> Any:
 
 def _auto(config: Any) -> Any:
     # A model that reads images may have a class for text alone as well, without its tower.
-    reads_images = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    if config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def open_processor(source: str | Path, **args: Any) -> Any:
@@ -113,10 +118,11 @@ def _check_names(config: Any, fields: Mapping[str, object], name: str) -> None:
     # The fields of the class: an instance also holds whatever it was given.
     known = [*vars(type(config)()), *config.attribute_map]
     for key, value in fields.items():
-        # Models read some fields that their configs do not declare, so only names that look misspelled are refused.
-        near = [] if key in known else similar(key, known, cutoff=0.8)
-        if near:
-            raise ValueError(f"{name}.{key} is no field of a {type(config).__name__}: is {near[0]} meant?")
+        if key not in known:
+            # Models read some fields that their configs do not declare, so only names that look misspelled are refused.
+            near = similar(key, known, cutoff=0.8)
+            if near:
+                raise ValueError(f"{name}.{key} is no field of a {type(config).__name__}: is {near[0]} meant?")
         part = getattr(config, key, None)
         if isinstance(value, Mapping) and hasattr(part, "attribute_map"):
             _check_names(part, value, f"{name}.{key}")

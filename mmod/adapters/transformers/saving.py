@@ -146,9 +146,11 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
         groups.check_masks()
     kind_BN = None
     if given and groups.tokens == "image":
-        # Beside embeddings, which alone are read, ids may be others.
         sizes = {value.shape[:2] for value in given.values()}
-        described = given if len(sizes) == 1 else {"inputs_embeds": given["inputs_embeds"]}
+        described = given
+        if len(sizes) > 1:
+            # Beside embeddings, which alone are read, ids may be others.
+            described = {"inputs_embeds": given["inputs_embeds"]}
         types_BN = options.get("mm_token_type_ids")
         kind_BN = groups.images.kinds(model, {**described, "mm_token_type_ids": types_BN}, image_BN)
     drafts = bool(getattr(options.get("generation_config"), "is_assistant", None))
@@ -281,6 +283,7 @@ def forget_description(config: Any) -> None:
     for name in (KEY, WEIGHTS_FIELD):
         fields.pop(name, None)
     code = fields.pop("auto_map", None) or {}
+    # A user's own code stays; the file that opens a changed model goes.
     others = {name: path for name, path in code.items() if not str(path).startswith(f"{CODE}.")}
     if others:
         config.auto_map = others
@@ -297,7 +300,11 @@ def load(
     Returns:
         The model in evaluation mode, with `output_loading_info` as a tuple with the report.
     """
-    dense: Any = _class_of(folder) if model_class is None else host_of(model_class)
+    dense: Any
+    if model_class is None:
+        dense = _class_of(folder)
+    else:
+        dense = host_of(model_class)
     descriptions: list[dict[str, Any]] = []
     added: set[str] = set()
 
@@ -334,7 +341,9 @@ def load(
             f"the weights in {str(folder)!r} do not fit: missing {missing}. Save the routed model with its added "
             "weights, not only the dense ones"
         )
-    return (model, report) if with_report else model
+    if with_report:
+        return model, report
+    return model
 
 
 def _class_of(folder: str | Path) -> Any:
