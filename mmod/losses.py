@@ -115,12 +115,15 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     deciding = {name: module for name, module in model.named_modules() if isinstance(module, Deciding)}
     if not deciding:
         refuse_evaluated(model)
-    terms = [
-        module.mod_auxiliary_loss(name, model.training) for name, module in deciding.items() if module.mod_has_loss
-    ]
+    terms = []
+    for name, module in deciding.items():
+        if module.mod_has_loss:
+            terms.append(module.mod_auxiliary_loss(name, model.training))
     if not terms:
         parameter = next(model.parameters(), None)
-        device = None if parameter is None else parameter.device
+        device = None
+        if parameter is not None:
+            device = parameter.device
         return torch.zeros((), device=device)
     # Blocks may be on several devices.
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()

@@ -31,8 +31,8 @@ def apply_(
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
-        method: A method of `mmod.methods`; a `RoutingConfig` or the name of a preset for every part of the model;
-            or the plain values of a method as in configs, `{"kind": "merge", "r": 8}`.
+        method: A method of `mmod.methods`, or its plain values as in configs, `{"kind": "merge", "r": 8}`. A
+            `RoutingConfig` or the name of a preset routes every part of the model.
         tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
 
     Raises:
@@ -148,7 +148,9 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
     if isinstance(name, str) and _are_options(fields, preset_arguments(name)):
         # Raises for a misspelt option and a wrong value, which the advice would repeat.
         preset(name, **fields)
-        call = f"mmod.preset({name!r}, {arguments})" if arguments else repr(name)
+        call = repr(name)
+        if arguments:
+            call = f"mmod.preset({name!r}, {arguments})"
         raise ValueError(f"call mmod.route_(model, {call}): options of a preset go into it, and {reason}")
     # A preset for the part "language" is no value of the field "language".
     is_of_language = str(parts.get("language")) in PRESETS

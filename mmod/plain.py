@@ -114,10 +114,17 @@ def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
     for key in keys:
         dotted = f"{prefix}{key}"
         named.append(repr(dotted))
-        near = [path for path in paths if path.rpartition(".")[2] == key] or similar(key, valid)
-        hints.append(f"near ones: {', '.join(near)}" if near else "")
+        near = [path for path in paths if path.rpartition(".")[2] == key]
+        if not near:
+            near = similar(key, valid)
+        hint = ""
+        if near:
+            hint = f"near ones: {', '.join(near)}"
+        hints.append(hint)
     if len(keys) > 1:
-        told = [f"{key} ({hint})" if hint else key for key, hint in zip(named, hints)]
+        told = []
+        for key, hint in zip(named, hints):
+            told.append(f"{key} ({hint})" if hint else key)
         return f"unknown config keys {', '.join(told)}; {listed}"
     message = f"unknown config key {named[0]}"
     if hints[0]:

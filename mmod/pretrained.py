@@ -218,8 +218,10 @@ def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[
     actual = f"this {type(model).__name__}"
     lists = dict(model.named_modules())
     for name in config["proofs"]:
-        inner = [key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}.")]
-        numbers = {key.partition(".")[0] for key in inner}
+        numbers = set()
+        for key in state:
+            if key.startswith(f"{name}."):
+                numbers.add(key.removeprefix(f"{name}.").partition(".")[0])
         present = 0
         if name in lists:
             present = len(list(lists[name].children()))
@@ -409,7 +411,10 @@ def _build_dense(config: dict[str, Any]) -> nn.Module:
 
 
 def _check_plain(state: Mapping[str, Tensor]) -> None:
-    special = [f"{name} ({type(value).__name__})" for name, value in state.items() if type(value) is not Tensor]
+    special = []
+    for name, value in state.items():
+        if type(value) is not Tensor:
+            special.append(f"{name} ({type(value).__name__})")
     if special:
         names = ", ".join(special[:3])
         if len(special) > 3:

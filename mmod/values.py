@@ -89,7 +89,9 @@ def check_fields(config: object, group: str = "") -> None:
     mistakes = Mistakes()
     for name, hint in hints_of(cls).items():
         given = getattr(config, name)
-        value = list(given) if isinstance(given, range) else given
+        value = given
+        if isinstance(given, range):
+            value = list(given)
         key = f"{group}.{name}" if group else name
         with mistakes.collected():
             check_named(cls, name, key, value)
@@ -222,16 +224,15 @@ def check_named(cls: Any, field: str, name: str, value: object) -> None:
         return
     hint = hints_of(cls)[field]
     if not fits(value, hint) and fits({names[0]: value}, hint):
-        raise TypeError(
-            f"{name} is a mapping with {' and '.join(names)}: write {name}: {{{names[0]}: {_flow(value)}}}, got "
-            f"{brief(value)}"
-        )
+        right = _flow({names[0]: value})
+        raise TypeError(f"{name} is a mapping with {' and '.join(names)}: write {name}: {right}, got {brief(value)}")
 
 
 def _flow(value: object) -> str:
     """Return a mapping of a message as YAML in one line."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
+        items = ", ".join(f"{key}: {_flow(item)}" for key, item in value.items())
+        return f"{{{items}}}"
     return str(value)
 
 
@@ -431,9 +432,12 @@ def _within(value: Any, limit: Limit | None) -> bool:
         return True
     interval = limit if isinstance(limit, str) else FINITE
     low, high = _bounds(interval)
-    above = value >= low if interval[0] == "[" else value > low
-    below = value <= high if interval[-1] == "]" else value < high
-    return bool(above and below)
+    # A bound itself is allowed beside a square bracket. NaN is within no bounds.
+    if value == low:
+        return interval[0] == "["
+    if value == high:
+        return interval[-1] == "]"
+    return bool(low < value < high)
 
 
 @functools.cache
@@ -484,7 +488,9 @@ def _describe_number(name: str, limit: Limit | None) -> str:
     low, high = _bounds(interval)
     if math.isinf(low) and math.isinf(high):
         # An integer has no infinity.
-        return name if name == _NAMES[int] else "a finite number"
+        if name == _NAMES[int]:
+            return name
+        return "a finite number"
     if math.isinf(high):
         bound = "of at least" if interval[0] == "[" else "above"
         return f"{name} {bound} {low:g}"
