@@ -344,9 +344,11 @@ def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
     names = {module: name for name, module in model.named_modules()}
     earlier = [(module, type(module), vars(module).copy()) for module in names]
     # Tables of submodules and hooks, which stay the same objects: handles of hooks refer to them.
-    tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    tables: list[dict[Any, Any]] = []
     for _, _, attributes in earlier:
-        tables += [(table, table.copy()) for table in attributes.values() if isinstance(table, dict)]
+        tables += [table for table in attributes.values() if isinstance(table, dict)]
+    # Most tables of hooks are empty.
+    filled = [(table, table.copy()) for table in tables if table]
     try:
         yield
     except BaseException as error:
@@ -354,8 +356,9 @@ def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
             module.__class__ = module_class
             vars(module).clear()
             vars(module).update(attributes)
-        for table, entries in tables:
+        for table in tables:
             table.clear()
+        for table, entries in filled:
             table.update(entries)
         if isinstance(error, HiddenClass):
             raise ValueError(f"{names.get(error.module) or 'the model'} {error}") from None
