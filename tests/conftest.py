@@ -6,6 +6,7 @@
 - Without a GPU, Triton interprets its kernels, and seeds of absent devices are not stored.
 - Each test starts from `torch.manual_seed(0)`; hypothesis draws 15 fixed examples, without a deadline.
 - `os.fsync` does nothing, and `datasets` tells no server what is opened.
+- Logs of libraries are neither kept nor printed.
 - SIGINT is not ignored, as it is in a shell's background jobs.
 - Garbage collection is off, and what was imported, or left by the tests before, is frozen.
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
@@ -19,6 +20,7 @@ import functools
 import gc
 import inspect
 import io
+import logging
 import os
 import signal
 import sys
@@ -63,6 +65,8 @@ def _change_world() -> None:
             device.manual_seed_all = lambda _: None
     # No test is about a machine that loses power, and waiting for the disk takes a tenth of training.
     os.fsync = lambda _: None
+    # pytest keeps no logs, which takes a look at each of 2,000 loggers six times a test. Nothing is printed instead.
+    logging.getLogger().addHandler(logging.NullHandler())
     # A shell starts background jobs with SIGINT ignored, and processes that tests start would ignore it too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # What is imported for the tests lives to the end: no garbage is looked for in it.

@@ -137,7 +137,7 @@ def test_arguments_mean_what_they_always_do(tmp_path: Path) -> None:
     assert mmod.load_pretrained(tmp_path, rms_norm_eps=0.5).config.rms_norm_eps == 0.5
 
 
-def test_auto_classes_open_parts_and_other_heads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_classes_open_parts_and_other_heads(tmp_path: Path) -> None:
     model = save("llama", tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
     assert isinstance(base, transformers.LlamaModel)
