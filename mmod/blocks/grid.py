@@ -117,9 +117,8 @@ class RowSource(NamedTuple):
         rows: Tensor = arguments[self.argument].detach()
         sides: Tensor | None = arguments.get("merge_sizes")
         sizes = arguments["grid_thw"].tolist()
-        if sides is None:
-            by_picture = [self.side] * len(sizes)
-        else:
+        by_picture: list[Any] = [self.side] * len(sizes)
+        if sides is not None:
             by_picture = sides.tolist()
         parts = rows.flatten(1).split([frames * height * width for frames, height, width in sizes])
         pictures = []

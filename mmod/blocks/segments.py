@@ -196,7 +196,7 @@ def as_one_sequence(
     Args:
         filled_BK: The rows of the batch that the sequence has (B, K); None for all.
     """
-    every_row = slice(None)
+    every_row: Any = slice(None)
     if filled_BK is not None:
         every_row = filled_BK.flatten()
     z_TD = x_BND.flatten(0, 1)[every_row]

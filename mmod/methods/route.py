@@ -366,8 +366,8 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
     try:
         yield
     finally:
-        for router, rule in zip(routers, outer):
-            router.override(rule)
+        for router, before in zip(routers, outer):
+            router.override(before)
 
 
 def all_kept(config: RoutingConfig) -> RoutingConfig:
