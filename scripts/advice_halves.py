@@ -32,7 +32,7 @@ from mmod.io.store import STORE, Store
 from mmod.planning.advice import Advice
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import NOISE
-from mmod.planning.early import BATCH, look_at, near_front
+from mmod.planning.early import BATCH, SHARES, look_at, near_front
 from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Costs, Images, look_order
 from mmod.planning.trials import ROUNDS, changed_models, evaluate_once, rows_of
 from mmod.planning.untrained import image_candidates
@@ -80,7 +80,7 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     for _ in compare(table, rounds, evaluate, Runner(progress=False)):
         pass
     uncounted = dict.fromkeys(recorded.scores, Costs(None, None))
-    rows = rows_of(table, AGREEMENT, candidates, uncounted, "image", is_only=True)
+    rows = rows_of(table, AGREEMENT, candidates, uncounted, "image", is_only=True, decimals=SHARES)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
 
 
