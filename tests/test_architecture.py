@@ -153,13 +153,14 @@ def test_the_config_of_a_study_ends_in_its_comparison() -> None:
     assert readers == {"commands", "study", "candidates", "kind_configs"}
 
 
-@pytest.mark.parametrize("name", [name for name, path in NAMES.items() if path.name == "__init__.py"])
-def test_a_name_of_a_package_is_no_module_of_it_too(name: str) -> None:
-    package = importlib.import_module(name)
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name in dir(package):
-            value = getattr(package, module.name)
-            assert inspect.ismodule(value), f"{name}.{module.name} is a module and {value!r}"
+def test_a_name_of_a_package_is_no_module_of_it_too() -> None:
+    both = {}
+    for name in [name for name, path in NAMES.items() if path.name == "__init__.py"]:
+        package = importlib.import_module(name)
+        for module in pkgutil.iter_modules(package.__path__):
+            if module.name in dir(package):
+                both[f"{name}.{module.name}"] = getattr(package, module.name)
+    assert {name: value for name, value in both.items() if not inspect.ismodule(value)} == {}
 
 
 def test_the_package_imports_no_folder_beside_it() -> None:
