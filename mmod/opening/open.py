@@ -17,7 +17,7 @@ from mmod.io.files import is_of_transformers, read_json_object
 from mmod.lazy import import_path
 from mmod.methods.base import methods_of, undo_
 from mmod.opening.opened import NAME_A_FILE, Opened, Options
-from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder
+from mmod.opening.runs import FINAL_MODEL, LOCAL, RUN_CONFIG, find_run, model_folder
 from mmod.pretrained import CONFIG, HUB, has_changed, load_pretrained, local_folder
 from mmod.values import brief, check_module
 
@@ -143,9 +143,9 @@ def _folder(folder: Path, options: Options) -> Opened:
     if (folder / CLIP_CONFIG).is_file():
         from mmod.opening.open_clip import open_clip_model
 
-        opened = open_clip_model(f"local-dir:{folder}", options)
+        opened = open_clip_model(f"{LOCAL}{folder}", options)
         # The scheme is ours; the user named a folder.
-        return opened._replace(sentence=opened.sentence.removeprefix("local-dir:"))
+        return opened._replace(sentence=opened.sentence.removeprefix(LOCAL))
     if not is_of_transformers(folder):
         from mmod.opening.timm import open_timm
 

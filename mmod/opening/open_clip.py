@@ -21,11 +21,11 @@ from mmod.io.files import read_json_object, write_atomically
 from mmod.io.tensors import write_tensors
 from mmod.names import near_names
 from mmod.opening.opened import Opened, Options, Preprocessing
-from mmod.opening.runs import find_weights
+from mmod.opening.runs import LOCAL, find_weights
 from mmod.opening.weights import converted, load_weights, read_weights
 
 # Names with these bring their weights.
-SCHEMES = ("local-dir:", "hf-hub:")
+SCHEMES = (LOCAL, "hf-hub:")
 
 
 def open_clip_model(name: str, options: Options) -> Opened:

@@ -19,6 +19,8 @@ LAST_WEIGHTS = "last"
 """Folder of the last weights where the final model is their moving average."""
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
+LOCAL = "local-dir:"
+"""What may stand before the folder of a model, as timm and open_clip name it."""
 SUMS = "sha256.json"
 """Checksums of a checkpoint's files, which are written last."""
 # Each of these files describes a model, and stands in one folder with its weights.

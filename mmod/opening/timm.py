@@ -22,12 +22,12 @@ from mmod.adapters import image_facts
 from mmod.io.files import near_paths
 from mmod.names import near_names
 from mmod.opening.opened import Opened, Options, Preprocessing
-from mmod.opening.runs import run_classes
+from mmod.opening.runs import LOCAL, run_classes
 from mmod.opening.weights import converted, load_weights, read_weights
 from mmod.values import brief
 
 # What stands before a name that is not one of timm's own.
-_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
+_SOURCES = ("hf-hub:", "hf_hub:", LOCAL)
 
 
 def open_timm(name: str, options: Options) -> Opened:
@@ -78,7 +78,7 @@ def create_timm(name: str, options: Options) -> nn.Module:
 def _full_name(name: str) -> str:
     """Return what timm calls a model, or the folder of one; raise an error for a name that it does not know."""
     if Path(name).is_dir():
-        return f"local-dir:{Path(name).resolve()}"
+        return f"{LOCAL}{Path(name).resolve()}"
     if name.startswith(_SOURCES) or timm.is_model(name.rpartition("/")[2]):
         return name
     if "/" in name:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,24 +157,25 @@ def identity_of(run_config: RunConfig) -> dict[str, Any]:
     """
     fields = portable(run_config.to_dict())
     del fields["output"]
-    weights = {}
-    for name in ("checkpoint", "image_checkpoint"):
-        path = getattr(run_config.model, name, None)
-        if path is not None:
-            # A path may be written anew, with other weights.
-            weights[name] = weight_sums(path)
+    # A path may be written anew, with other weights.
+    weights = {name: weight_sums(path) for name, path in run_config.model.weights.items()}
     return {"kind": run_config.kind, "config": fields, "weights": weights}
 
 
 def weight_sums(checkpoint: str) -> list[str]:
     """Return the checksums of the files that hold weights; of weights on a hub there are none."""
-    try:
-        path = find_weights(checkpoint)
-    except FileNotFoundError:
-        # A folder of transformers with several files, or a name on a hub.
-        path = Path(checkpoint)
-    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.bin")])
+    # A host's folder may have several files, of which the host chooses.
+    files = _weights_in(Path(checkpoint))
+    if not files:
+        # Of a name on a hub there is nothing to find.
+        with suppress(FileNotFoundError):
+            path = find_weights(checkpoint)
+            files = [path] if path.is_file() else _weights_in(path)
     return [_sha256(file, file.stat().st_mtime_ns) for file in files]
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
 
 
 @functools.lru_cache

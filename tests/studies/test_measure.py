@@ -7,7 +7,9 @@ import gc
 import pickle
 import shutil
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +22,13 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.measure import Measurer, evaluate_start, measure_run
+from mmod.studies.measure import Measurer, evaluate_start, identity_of, measure_run
 from mmod.studies.runs import Comparison
 from mmod.training import fit
 from mmod.training.engine.kind import load
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
+from mmod.training.kinds import config_class
 from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -133,6 +136,49 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     write_tensors(file, {name: torch.zeros_like(value) for name, value in state.items()}, header)
     assert evaluated(tmp_path / "moved", moved).figures["loss"] != first.figures["loss"]
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "key"),
+    [
+        ("image", {"checkpoint": "FILE", "name": "vit_tiny_patch16_224"}, "checkpoint"),
+        ("image", {"name": "FOLDER", "pretrained": True}, "name"),
+        ("image", {"name": "local-dir:FOLDER", "pretrained": True}, "name"),
+        ("pairs", {"name": "FOLDER"}, "name"),
+        ("pairs", {"name": "local-dir:FOLDER"}, "name"),
+        ("pairs", {"name": "ViT-B-32", "pretrained": "FILE"}, "pretrained"),
+        ("pairs", {"name": "ViT-B-32", "image_checkpoint": "FILE"}, "image_checkpoint"),
+        ("pairs", {"name": "ViT-B-32", "checkpoint": "FOLDER"}, "checkpoint"),
+        ("text", {"checkpoint": "FOLDER"}, "checkpoint"),
+        ("chat", {"checkpoint": "FOLDER"}, "checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_other_weights_in_the_same_place_are_another_model(
+    kind: str, model: dict[str, Any], key: str, file: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "folder" / file
+    places = {"FILE": str(weights), "FOLDER": str(weights.parent)}
+    model = {name: _placed(value, places) for name, value in model.items()}
+    data = {"chat": {"train": "conversations.jsonl"}, "text": {"length": 8}}.get(kind, {})
+    config = config_class(kind).from_dict({"output": "run", "model": model, "data": data})
+    weights.parent.mkdir()
+    identities = []
+    for content in (b"one", b"others"):
+        weights.write_bytes(content)
+        identities.append(identity_of(config))
+    first, second = identities
+    assert first["weights"].keys() == {key}
+    assert first["weights"] != second["weights"]
+    assert first["config"] == second["config"]
+
+
+def _placed(value: object, places: Mapping[str, str]) -> object:
+    if not isinstance(value, str):
+        return value
+    for name, place in places.items():
+        value = value.replace(name, place)
+    return value
 
 
 @pytest.mark.parametrize("faults", [[], [Fault("a.png", "", "no image")]])

@@ -121,6 +121,11 @@ class ModelConfig(Checked, group="model"):
         """Whether training starts from trained weights."""
         return self.checkpoint is not None
 
+    @property
+    def weights(self) -> dict[str, str]:
+        """Where starting weights are read from; see `StartConfig.weights`."""
+        return {} if self.checkpoint is None else {"checkpoint": self.checkpoint}
+
     def started_from(self, folder: str | None) -> ModelConfig:
         """Return the config of the final model in a run folder, which says what the model is; None is refused."""
         return ModelConfig(checkpoint=folder, args=self.args)

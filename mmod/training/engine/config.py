@@ -98,6 +98,11 @@ class StartConfig(Checked, group="model"):
         """Whether training starts from trained weights."""
         return self.pretrained not in (None, False) or self.checkpoint is not None
 
+    @property
+    def weights(self) -> dict[str, str]:
+        """Where starting weights are read from that may be others tomorrow, by key: files, folders, and checkpoints."""
+        return {} if self.checkpoint is None else {"checkpoint": self.checkpoint}
+
     def started_from(self, checkpoint: str | None) -> Self:
         """Return the same model with the weights of a checkpoint, a file or a run folder; None for random ones."""
         return dataclasses.replace(self, checkpoint=checkpoint, pretrained=type(self).pretrained)

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.io.files import is_of_transformers
+from mmod.opening.runs import LOCAL
 from mmod.plain import from_plain
 from mmod.training.engine import config as engine
 from mmod.training.engine.groups import TeacherConfig
@@ -53,6 +54,14 @@ class ModelConfig(engine.StartConfig):
     def has_weights(self) -> bool:
         """Whether training starts from a trained model, classifier included."""
         return super().has_weights and self.head is None
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Where starting weights are read from: the folder of the model too, if they are its own."""
+        folder = self.name.removeprefix(LOCAL)
+        if self.pretrained and Path(folder).is_dir():
+            return {"name": folder}
+        return super().weights
 
     def started_from(self, checkpoint: str | None) -> Self:
         """Return the same model with all weights of a checkpoint, classifier included."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import Self
 
 from mmod.data.config import PairsConfig
 from mmod.io.files import is_of_transformers
+from mmod.opening.runs import LOCAL
 from mmod.training.engine.config import LoopConfig, StartConfig
 
 
@@ -47,6 +49,23 @@ class ModelConfig(StartConfig):
     def has_weights(self) -> bool:
         """Whether training starts from trained weights; a folder and a repository bring theirs."""
         return super().has_weights or ":" in self.name or is_of_transformers(self.name)
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Where starting weights are read from: a file instead of a published tag too, and the folder of the model."""
+        # All weights come from a checkpoint if there is one.
+        if self.checkpoint is not None:
+            return super().weights
+        paths = {}
+        folder = self.name.removeprefix(LOCAL)
+        if self.pretrained is not None:
+            if Path(self.pretrained).exists():
+                paths["pretrained"] = self.pretrained
+        elif Path(folder).is_dir():
+            paths["name"] = folder
+        if self.image_checkpoint is not None:
+            paths["image_checkpoint"] = self.image_checkpoint
+        return paths
 
     def started_from(self, checkpoint: str | None) -> Self:
         """Return the same model with all weights of a checkpoint, the image tower's included."""
