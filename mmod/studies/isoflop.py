@@ -176,7 +176,7 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     runs = at_rates(runs, table.rates)
     result: StudyResult | None = None
     for run in compare(table, [runs], Measurer(_train, store), runner):
-        question.keep(folder, table.runs)
+        question.keep(folder, table.runs, _REPORT)
         # By seed, so that there is a picture after the first.
         if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):
             points = [setting.row(table.rates[setting.name], table.figures(setting.name)) for setting in settings]

@@ -89,9 +89,16 @@ class Question:
             return f"seeds: {answered['seeds']} there, {self.seeds} now"
         return ""
 
-    def keep(self, folder: Path, names: Collection[str]) -> None:
-        """Record in a folder what the results of some models answer."""
-        models = {name: model for name, model in self.models.items() if name in names}
+    def keep(self, folder: Path, names: Collection[str], report: str = REPORT) -> None:
+        """Record in a folder what the results of some models answer, and those of its table, if it has one.
+
+        Args:
+            report: As in `check`, which has found that the table answers this question.
+        """
+        answered = answered_by(folder) if (folder / report).exists() else None
+        # A study that goes on with a table has all its models, and has not come to all of them yet.
+        in_table = set() if answered is None else answered["models"].keys()
+        models = {name: model for name, model in self.models.items() if name in {*names, *in_table}}
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 
 

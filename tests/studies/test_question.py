@@ -126,6 +126,21 @@ def test_of_models_that_are_not_trained_only_what_evaluates_them_differs(tmp_pat
             question.check(folder)
 
 
+@pytest.mark.parametrize("report", ["tradeoff.json", "isoflop.json"])
+def test_a_study_that_was_interrupted_as_it_went_on_still_answers_for_its_table(report: str, tmp_path: Path) -> None:
+    question = Question({}, 1, {name: {"is_trained": True} for name in ("dense", "a", "b", "more")})
+    # Of what was recorded without a table, nothing is known.
+    question.keep(tmp_path, ["b"], report)
+    question.keep(tmp_path, ["dense", "a"], report)
+    assert json.loads((tmp_path / QUESTION).read_text())["models"].keys() == {"dense", "a"}
+    (tmp_path / report).write_text("{}")
+    question.check(tmp_path, report)
+    question.keep(tmp_path, ["more"], report)
+    fewer = dataclasses.replace(question, models={"dense": {"is_trained": True}, "more": {"is_trained": True}})
+    with pytest.raises(FolderTakenError, match="models a: measured there, left out now"):
+        fewer.check(tmp_path, report)
+
+
 def test_a_study_of_other_files_takes_no_table_and_an_older_one_goes_on(tmp_path: Path) -> None:
     image = tmp_path / "data/val/class/a.png"
     image.parent.mkdir(parents=True)
