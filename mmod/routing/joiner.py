@@ -94,8 +94,9 @@ class ToNearest(Joiner):
         """Return a decision with the most similar kept token of every other one."""
         kept = routing.kept
         other_BR = None
-        if kept.order_BN is not None:
-            # Behind the rows, tokens that an earlier decision has dropped.
+        filled = earlier is None or earlier.kept.valid_BK is None
+        if kept.order_BN is not None and filled:
+            # Behind as many as there are rows stand tokens that an earlier decision has dropped.
             other_BR = kept.order_BN[:, kept.index_BK.shape[1] : rows.shape[1]]
         if earlier is None:
             valid_BN = routing.tokens.valid_BN

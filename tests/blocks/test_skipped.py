@@ -114,6 +114,28 @@ def test_padding_changes_nothing(name: str, skipped: str) -> None:
         torch.testing.assert_close(model(padded), model(plain), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("skipped", ["follow", "merge"])
+@pytest.mark.parametrize("router", ["redundancy", "random"])
+def test_uneven_images_that_a_later_block_evens_out_are_as_if_alone(router: str, skipped: str) -> None:
+    select = mmod.Threshold((0.4, 3.0, 3.0), min_tokens=4)
+    model = routed(NAFLEX[0], router=router, skipped=skipped, blocks=(1, 2, 3), select=select)
+    sizes = ((4, 5), (5, 3), (3, 4))
+    alone = []
+    for height, width in sizes:
+        places = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
+        alone.append(
+            {
+                "patches": torch.randn(1, height * width, 768, dtype=torch.float64),
+                "patch_coord": places.view(1, -1, 2),
+                "patch_valid": torch.ones(1, height * width, dtype=torch.bool),
+            }
+        )
+    batch = {name: nn.utils.rnn.pad_sequence([image[name][0] for image in alone], True) for name in alone[0]}
+    with torch.no_grad():
+        expected = torch.cat([model(image) for image in alone])
+        torch.testing.assert_close(model(batch), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("gate", ["tanh", "sigmoid", "linear"])
 @pytest.mark.parametrize("skipped", ["follow", "merge"])
 def test_scores_that_learn_get_a_gradient(skipped: str, gate: str) -> None:
