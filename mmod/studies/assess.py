@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.measure import Measurer, identity_of, measured_of, times_of
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.evaluate import BatchStore
+from mmod.training.engine.evaluate import BatchFile, BatchStore
 from mmod.training.engine.kind import Kind, cost, device_of, evaluate, readings
 from mmod.training.kinds import kind_of
 
@@ -66,15 +66,9 @@ def _batches_of(config: RunConfig) -> Iterator[BatchStore]:
     # Evaluations of one run on several sets may go on at once: each has a file of its own.
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     # Hidden: what is interrupted there keeps no run out of the folder.
-    folder = Path(config.output) / ".evaluate"
-    made = [place for place in folder.parents if not place.exists()]
-    store = Store(folder / f"{name[:8]}.jsonl")
-    yield BatchStore(store, identity)
-    store.remove()
-    for place in (folder, *made):
-        # It may hold that of another evaluation.
-        with suppress(OSError):
-            place.rmdir()
+    file = BatchFile(Path(config.output) / ".evaluate" / f"{name[:8]}.jsonl")
+    yield BatchStore(file, identity)
+    file.remove()
 
 
 def _evaluated(batches: BatchStore, progress: bool, run: Run, callback: Callback, measurer: Measurer) -> Measured:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from mmod.studies import commands
 from mmod.studies.assess import assess, described
 from mmod.training import evaluate, fit
 from mmod.training.command import parse_run
-from mmod.training.engine.evaluate import BatchStore
+from mmod.training.engine.evaluate import BatchFile, BatchStore
 from mmod.training.engine.kind import COUNTED, seed_draws
 from mmod.training.engine.start import create_models
 from mmod.training.image import evaluate as image_evaluate
@@ -113,11 +115,11 @@ def test_an_interrupted_evaluation_reads_no_batch_of_other_data_or_weights(
     run_config = config(tmp_path)
     model = create_models(ImageKind(run_config))[0].eval()
     stream = image_stream(run_config.data)
-    store = BatchStore(Store(tmp_path / "store.jsonl"), {"model": 0})
+    store = BatchStore(BatchFile(tmp_path / "store.jsonl"), {"model": 0})
     passes = _count_passes(monkeypatch)
     expected = image_evaluate.evaluate_set(model, stream, torch.device("cpu"), store=store).result
     assert passes == [64]
-    for other in (BatchStore(store.store, {"model": 1}), store.of("another pass")):
+    for other in (BatchStore(store.file, {"model": 1}), store.of("another pass")):
         image_evaluate.evaluate_set(model, stream, torch.device("cpu"), store=other)
     assert passes == [64, 64, 64]
 
@@ -140,11 +142,83 @@ def test_an_evaluation_goes_on_where_nothing_can_be_written(tmp_path: Path, caps
     assert figures == str(result)
 
 
-def test_an_evaluation_leaves_no_folder_of_its_config(tmp_path: Path) -> None:
+def test_an_evaluation_leaves_no_folder_of_its_config_though_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fit(config(tmp_path), progress=False)
     start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
-    assess(config(tmp_path, model=start, output=str(tmp_path / "new" / "folder")), progress=False)
+    started = config(tmp_path, model=start, output=str(tmp_path / "new" / "folder"))
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            assess(started, progress=False)
+    assert list((tmp_path / "new" / "folder" / ".evaluate").glob("*.jsonl"))
+    assess(started, progress=False)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
+
+
+def _damage(file: Path) -> None:
+    file.write_text("no store\n")
+
+
+def _block(file: Path) -> None:
+    shutil.rmtree(file.parent)
+    # A file in the folder's place.
+    file.parent.write_text("")
+
+
+def _make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("harm", [_damage, _block, _make_folder])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_nothing_that_happens_to_its_file_ends_an_evaluation(
+    harm: Callable[[Path], None], is_open: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "folder" / "batches.jsonl"
+    store = BatchStore(BatchFile(file), {})
+    assert store.once("one", lambda: 1) == 1
+    harm(file)
+    if not is_open:
+        store = BatchStore(BatchFile(file), {})
+    for part in ("a", "b"):
+        for batch in ("one", "two"):
+            assert store.of(part).once(batch, lambda: 2) == 2
+    store.file.remove()
+    # Once, whatever goes wrong later.
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("If it is interrupted, the evaluation will start anew: ")
+
+
+def test_of_two_equal_evaluations_the_first_ends_and_the_other_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (BatchStore(BatchFile(tmp_path / "new" / "batches.jsonl"), {}) for _ in range(2))
+    assert [store.once("one", lambda: 1) for store in (first, second)] == [1, 1]
+    first.file.remove()
+    assert not list(tmp_path.iterdir())
+    assert second.once("two", lambda: 2) == 2
+    resumed = BatchStore(BatchFile(tmp_path / "new" / "batches.jsonl"), {})
+    assert resumed.once("two", lambda: 3) == 2
+    second.file.remove()
+    resumed.file.remove()
+    assert not list(tmp_path.iterdir())
+    assert not capsys.readouterr().out
+
+
+def test_an_evaluation_needs_no_folder_of_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = fit(config(tmp_path), progress=False).evaluation
+    start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
+    (tmp_path / "file").write_text("")
+    table = assess(config(tmp_path, model=start, output=str(tmp_path / "file")), progress=False)
+    assert table.runs[DENSE][0].text == str(result)
+    assert "the evaluation will start anew" in capsys.readouterr().out
 
 
 def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
