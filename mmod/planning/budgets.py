@@ -219,7 +219,8 @@ def named_by_share(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return candidates named by their share of the dense FLOPs where that is more than 3 % off the budget in the name.
 
-    Of several that are the same model, such as one size of images for two budgets, one stays.
+    Of several that are the same model, such as one size of images for two budgets, one stays. Names that candidates
+    keep come first.
 
     Args:
         stepped: Names of those whose number is a whole one, which are always named by their share: a few sizes serve
@@ -240,6 +241,9 @@ def named_by_share(
     def renamed(candidate: Candidate, share: float) -> Candidate:
         return _renamed(candidate, share, {one.name for one in named.values()})
 
+    # Those that are named by their shares, the nearest to their budgets first.
+    near: list[Candidate] = []
+    far: list[Candidate] = []
     for candidate in candidates:
         budget = candidate.budget
         share = None
@@ -247,19 +251,15 @@ def named_by_share(
             share = share_of(candidate)
         if budget is None or share is None:
             named[candidate.name] = candidate
-        elif abs(share / budget - 1) > _TOLERANCE:
-            shares[candidate.name] = share
-        elif candidate.name not in stepped:
-            named[candidate.name] = candidate
-        else:
-            equal = equal_of(candidate)
-            if equal is None:
-                named[candidate.name] = renamed(candidate, share)
-            else:
-                equals[candidate.name] = equal
-    for candidate in candidates:
-        if candidate.name not in shares:
             continue
+        shares[candidate.name] = share
+        if abs(share / budget - 1) > _TOLERANCE:
+            far.append(candidate)
+        elif candidate.name in stepped:
+            near.append(candidate)
+        else:
+            named[candidate.name] = candidate
+    for candidate in (*near, *far):
         equal = equal_of(candidate)
         if equal is None:
             named[candidate.name] = renamed(candidate, shares[candidate.name])

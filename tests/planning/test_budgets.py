@@ -122,6 +122,23 @@ def test_what_has_few_sizes_has_one_name_whatever_budgets_it_comes_by(field: str
         assert name == f"a-{round(share, 2):g}"
 
 
+def test_a_fitted_size_takes_no_name_of_an_explicit_one_and_says_why_it_is_left_out() -> None:
+    flops = {None: 1000.0, 112: 500.0, 56: 250.0}
+
+    def named(*sizes: tuple[float, object]) -> tuple[list[tuple[str, object]], dict[str, str]]:
+        candidates = [Candidate(f"a-{budget:g}", image_size=size, series="a", budget=budget) for budget, size in sizes]
+        chosen, left_out = at_budgets(
+            candidates, lambda candidate: flops[candidate.image_size], [56, 112], 4, strict=False
+        )
+        return [(one.name, one.image_size) for one in chosen], left_out
+
+    reason = "the nearest model to this budget is a-0.5, which is there already"
+    expected = ([("a-0.5", 112)], {"a-0.51": reason})
+    assert named((0.51, "fit"), (0.5, 112)) == named((0.5, 112), (0.51, "fit")) == expected
+    fitted_sizes = [("a-0.5", 112), ("a-0.25", 56)]
+    assert named((0.5, "fit"), (0.51, "fit"), (0.25, "fit")) == (fitted_sizes, {"a-0.51": reason})
+
+
 def test_budgets_below_the_least_cost_of_a_series_have_one_model() -> None:
     def flops_of(candidate: Candidate) -> float:
         # No capacity costs less than 0.38 of the dense model, and near it they cost nearly the same.
