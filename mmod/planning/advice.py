@@ -36,6 +36,7 @@ _GRADUAL_PAYS = (
 )
 # A table of more rows leaves out on a screen what is slower than the dense model.
 _LONG = 10
+_SPEED_DECIMALS = 2
 # A budget below this share of the least that was tried is worth another call.
 _CLEARLY_SMALLER = 0.9
 # Below this share of equal answers, a recipe of the same accuracy is another model to its user.
@@ -171,19 +172,22 @@ class Advice:
         named = set(self.verdict.named)
         slow = []
         for row in self.rows:
-            fastest = max(speedup.median for speedup in (row.speedup, *row.speedups.values()))
-            if fastest < 1 and row.name not in named:
+            # As the table shows them.
+            shown = [round(speedup.median, _SPEED_DECIMALS) for speedup in (row.speedup, *row.speedups.values())]
+            if max(shown) < 1 and row.name not in named:
                 slow.append(row)
-        return slow if len(self.rows) > _LONG else []
+        # Without a faster row, they are the table.
+        return slow if len(self.rows) > _LONG and len(slow) < len(self.rows) else []
 
     def _table_of(self, shown: Sequence[AdviceRow]) -> MarkdownTable:
+        speed_form = f"[.{_SPEED_DECIMALS}f"
         score_form = ".1f" if self.measure == AGREEMENT else f".{COSINES}f"
         # All candidates are timed in the same passes.
         further = self.rows[0].speedups if self.rows else {}
         columns = {
             "recipe": ("recipe", ""),
-            "speedup": ("speed-up", "[.2f"),
-            **{f"speedup/{name}": (f"speed-up, {name}", "[.2f") for name in further},
+            "speedup": ("speed-up", speed_form),
+            **{f"speedup/{name}": (f"speed-up, {name}", speed_form) for name in further},
             "score": (self._measure_name, score_form),
             "accuracy": (f"{self._accuracy_name} to dense", "+.1f"),
             "flops": (self._flops_of, ".2f"),
@@ -213,7 +217,7 @@ class Advice:
         told = ""
         if slow:
             names = ", ".join(row.name for row in slow)
-            told = f"Slower than the dense model, with rows in advice.md and `advice.table()`: {names}."
+            told = f"Slower than the dense model, with rows in `advice.table()`: {names}."
         return self._report(self._table_of([row for row in self.rows if row not in slow]), told)
 
     def _report(self, table: MarkdownTable, left_out: str = "") -> str:
