@@ -368,7 +368,10 @@ def without_interval(points: Sequence[Point]) -> list[str]:
     names = []
     for point in points:
         gap = point.to_dense
-        if gap is not None and gap.has_interval and not gap.has_width:
+        # Over the images of one seed, an interval says nothing of seeds.
+        if gap is None or gap.seeds is None or gap.seeds < 2:
+            continue
+        if gap.has_interval and not gap.has_width:
             names.append(point.name)
     if not names:
         return []

@@ -240,6 +240,14 @@ def test_differences_that_are_the_same_in_every_seed_are_said_to_be() -> None:
         "Without an interval: a and b differ from the dense model by as much in every seed."
     ]
     assert without_interval([points[0], points[3]]) == []
+    # By images of one seed, which weigh alike in both models.
+    seed = Table(weigh={"top1": lambda outcomes, weight_SN: weight_SN @ outcomes["right"]})
+    for name in ("dense", "a"):
+        seed.add(name, 0, Measured({"top1": 50.0}, outcomes={"right": np.eye(8)[0]}, samples=8))
+    to_dense = gap(seed, "top1", "a", "dense")
+    assert to_dense.has_interval
+    assert not to_dense.has_width
+    assert without_interval([dataclasses.replace(points[1], to_dense=to_dense)]) == []
 
 
 def test_an_evaluation_of_another_routing_is_not_taken(
