@@ -149,6 +149,9 @@ def advise(
     models = models or {}
     _check_candidates(candidates, models)
     check_batches(batches)
+    # Before blocks are looked for, of a class of the user's own by images that it may not read.
+    if isinstance(batches, (list, tuple)) and not batches:
+        raise ValueError("no images or prompts: batches is empty")
     part, stack, is_only = _part_to_change(model, part)
     if faster is not None and (stack.language or candidates is not None):
         raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")

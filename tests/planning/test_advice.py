@@ -673,11 +673,14 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
             questions(1),
             "prompts are one batch, which cannot both find plans and evaluate them",
         ),
-        (lambda: make_joint("llava"), [], "no prompts: batches is empty"),
+        (lambda: make_joint("llava"), [], "no images or prompts: batches is empty"),
         (lambda: make_language("llama"), questions(2), "reads text: use mmod.search_plan"),
-        (make, [], "no images: batches is empty"),
+        (make, [], "no images or prompts: batches is empty"),
+        # What has no length is empty once it is read.
         (make, DataLoader([]), "no images: batches is empty"),
         (lambda: make_joint("llava"), DataLoader([]), "no prompts: batches is empty"),
+        # Before a class of the user's own is looked into, by images that it may not read.
+        (lambda: nn.Linear(2, 2), [], "no images or prompts: batches is empty"),
         (lambda: timm.create_model("resnet10t"), [pictures(1)], "ResNet"),
         (lambda: make_joint("llava"), [pictures(1)], "batches must hold prompts"),
         (lambda: mmod.route_(make(), mmod.RoutingConfig()), [pictures(1)], "is changed already: call mmod.undo_ first"),
