@@ -77,7 +77,8 @@ class AdviceRow:
         to_control: Difference of the accuracy, or of the score without labels, to the control's.
         agreement_to_control: That of the agreement, where there are labels.
         at_random: Chance chooses what it keeps: other rows are compared with it, and it is never advised.
-        is_routed: Routers choose its tokens, beside which as many random ones are a control.
+        is_routed: Routers choose its tokens, beside which as many random ones are a control. False in a study, whose
+            report compares with controls.
         flops: FLOPs of a sample, as a share of the dense model's; None where they cannot be counted.
     """
 

@@ -207,7 +207,8 @@ def advise(
         table = _compared(entrants, figure, results, decimals, progress)
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         costs = {name: one.samples.costs(one.model) for name, one in entrants.items()}
-        rows = tuple(rows_of(table, figure, by_name, costs, part, is_only, decimals))
+        routed = {name for name, one in entrants.items() if is_routed(one.model)}
+        rows = tuple(rows_of(table, figure, by_name, routed, costs, part, is_only, decimals))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
     untrained = ""
@@ -451,6 +452,7 @@ def rows_of(
     table: Table,
     figure: str,
     candidates: Mapping[str, Candidate],
+    routed: Collection[str],
     costs: Mapping[str, Costs],
     part: str,
     is_only: bool,
@@ -459,6 +461,7 @@ def rows_of(
     """Yield the rows of the report, the fastest first.
 
     Args:
+        routed: Names of those whose models have routers, also of a user's own.
         is_only: That of `Candidate.config`.
         decimals: Those of the figure, as the report shows it.
     """
@@ -497,6 +500,6 @@ def rows_of(
             to_control=gap(table, figure, name, candidate.control),
             agreement_to_control=agreement_to_control,
             at_random=candidate.at_random,
-            is_routed=candidate.routing is not None,
+            is_routed=name in routed,
             flops=share,
         )

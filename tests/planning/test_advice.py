@@ -736,6 +736,7 @@ def test_own_models_are_compared_as_they_are(
     advice = mmod.advise(dense, [(images, labels)], candidates=[], models=models, progress=False)
     rows = {row.name: row for row in advice.rows}
     assert set(rows) == set(models)
+    assert {name: row.is_routed for name, row in rows.items()} == {"tuned": True, "shallow": False, "random": True}
     assert {name: row.control for name, row in rows.items()} == {"tuned": "random", "shallow": None, "random": None}
     assert {name: row.speedup.median for name, row in rows.items()} == {"tuned": 2.5, "random": 2.5, "shallow": 2.0}
     assert tuned.training
@@ -759,7 +760,7 @@ def test_own_models_are_compared_as_they_are(
     # Beside candidates, which are made of the dense model.
     stride = [Candidate("stride", routing={"router": "stride"})]
     both = mmod.advise(dense, [images], candidates=stride, models={"tuned": tuned}, progress=False)
-    assert {row.name for row in both.rows} == {"stride", "tuned"}
+    assert {row.name: row.is_routed for row in both.rows} == {"stride": True, "tuned": True}
 
 
 @pytest.mark.parametrize(
