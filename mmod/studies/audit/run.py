@@ -31,7 +31,7 @@ from mmod.config.parse import read_config
 from mmod.data.fingerprint import data_files
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
-from mmod.io.files import read_json_object, write_atomically, write_json
+from mmod.io.files import near_paths, read_json_object, write_atomically, write_json
 from mmod.io.records import read_record, record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
@@ -110,7 +110,12 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
 
 
 def _record(folder: Path, config: Any) -> None:
-    """Record what is audited in a folder; a FolderTakenError if it has the audit of something else."""
+    """Record what is audited in a folder.
+
+    Raises:
+        FileNotFoundError: It has an audit whose weights are missing now.
+        FolderTakenError: It has the audit of something else.
+    """
     checksums = {**identity_of(config)["weights"]}
     options = config.audit
     for path in (options.reference, *options.baselines):
@@ -123,6 +128,13 @@ def _record(folder: Path, config: Any) -> None:
         # What older audits did not record is not compared.
         for name in {"weights", "files"} - existing.keys():
             del record[name]
+        recorded = existing.get("weights", {})
+        for name in [name for name, sums in weights.items() if not sums and recorded.get(name)]:
+            path = config.model.weights.get(name, name)
+            raise FileNotFoundError(
+                f"{str(folder)!r} is an audit with the weights of {path!r}, which are missing{near_paths(path)}: "
+                "put them back, or choose another folder"
+            )
     record_config(folder, record, file=_CONFIG, kind="an audit")
 
 

@@ -105,6 +105,10 @@ def test_an_audit_of_other_weights_or_files_is_refused(run: Path, tmp_path: Path
         with pytest.raises(FolderTakenError, match=rf"{name}: '\w{{8}}' there, '\w{{8}}' now"):
             commands.audit(arguments)
         weights.write_bytes(before)
+    reference.rename(tmp_path / "dense-1")
+    with pytest.raises(FileNotFoundError, match=r"weights of '.*dense', which are missing; near ones: .*dense-1: "):
+        commands.audit(arguments)
+    (tmp_path / "dense-1").rename(reference)
     record = audited / "audit" / "config.json"
     fields = json.loads(record.read_text())
     record.write_text(json.dumps({**fields, "files": "2 files, 12345678"}))
