@@ -151,7 +151,8 @@ def copy_modules(model: Model, memo: dict[int, Any]) -> Model:
     # Most of what modules hold are tables of hooks without entries, which `deepcopy` takes apart one by one.
     for module in model.modules():
         for table in vars(module).values():
-            if type(table) in (OrderedDict, dict, set) and not table:
+            # One with attributes, as what `state_dict` returns, is left to `deepcopy`.
+            if type(table) in (OrderedDict, dict, set) and not table and not getattr(table, "__dict__", None):
                 memo.setdefault(id(table), type(table)())
     return copy.deepcopy(model, memo)
 

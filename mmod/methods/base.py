@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -346,7 +347,8 @@ def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
     # Tables of submodules and hooks, which stay the same objects: handles of hooks refer to them.
     tables: list[dict[Any, Any]] = []
     for _, _, attributes in earlier:
-        tables += [table for table in attributes.values() if isinstance(table, dict)]
+        # Torch's own are of these two classes; one of another class, such as a cache, is the model's own matter.
+        tables += [table for table in attributes.values() if type(table) in (dict, OrderedDict)]
     # Most tables of hooks are empty.
     filled = [(table, table.copy()) for table in tables if table]
     try:

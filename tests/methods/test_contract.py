@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import mmod
-from mmod.analysis.counting import pass_flops
+from mmod.analysis.counting import meta_copy, pass_flops
 from mmod.blocks import Deciding, Mixin, convert, is_converted, modules_of
 from mmod.lab import Channels, Experts, Recursions
 from mmod.methods import METHODS, Exit, Merge, Method, Prune, Resize, methods_of
@@ -396,3 +397,37 @@ def test_a_method_that_a_model_cannot_have_is_refused_and_changes_nothing(
     assert [type(module) for module in changed.modules()] == classes
     assert list(changed.state_dict()) == keys
     assert not methods_of(changed)
+
+
+class Recent(OrderedDict):
+    """A cache of as many entries as it is told, which moves those that are read to its end."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def __getitem__(self, key: object) -> Any:
+        self.move_to_end(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self.size:
+            self.popitem(last=False)
+
+
+def test_a_table_of_a_models_own_class_is_left_alone() -> None:
+    model: Any = make("routing")
+    model.recent = Recent(2)
+    model.recent["first"] = model.recent["second"] = 1
+    with pytest.raises(ValueError, match="needs the importance"):
+        mmod.route_(model, mmod.RoutingConfig(router="attention", blocks="all"))
+    mmod.route_(model, mmod.RoutingConfig(router="attention", blocks="late"))
+    assert list(model.recent) == ["first", "second"]
+
+
+def test_an_empty_table_is_copied_with_its_attributes() -> None:
+    model: Any = make("routing")
+    model.weights = OrderedDict()
+    model.weights.note = "kept"
+    assert meta_copy(model).weights.note == "kept"
