@@ -226,6 +226,12 @@ CALLS = {
         "as blocks='late' does, or choose by router='redundancy', which reads none",
         ("blocks='late'", "router='redundancy'"),
     ),
+    "importance of block 0 for a loss": Call(
+        "model = vit(); blocks = 'all'; losses = {'importance': 0.1}",
+        "mmod.route_(model, mmod.RoutingConfig(router='linear', blocks=blocks, losses=losses))",
+        r"as blocks='late' does \(routed are",
+        ("blocks='late'",),
+    ),
     "an early exit without classes": Call(
         "model = mmod.apply_(vit(), mmod.methods.Exit(blocks=(1,)))",
         "model.reset_classifier(0)",

@@ -104,7 +104,10 @@ def _make_span(
     # A block that decides after its own attention reads the importance there.
     in_front = reads_importance and not config.merges_inside
     if in_front and first == 0:
-        other = "" if stack.language else ", or choose by router='redundancy', which reads none"
+        other = ""
+        # That router takes neither losses nor gates, which scores that learn have.
+        if not stack.language and not config.router.learns:
+            other = ", or choose by router='redundancy', which reads none"
         routed = [row.block for row in config.resolved(len(stack.blocks)).rows]
         raise ValueError(
             f"block {first} needs the importance of a dense block before it, but none precedes it: keep block 0 "
