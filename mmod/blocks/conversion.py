@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -159,13 +158,7 @@ def copy_modules(model: Model, memo: dict[int, Any]) -> Model:
 
 def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
     """Return the parameters of the forward of a module's host, by name, without `self`."""
-    return dict(list(_signature_of(host_class(module).forward).parameters.items())[1:])
-
-
-@functools.lru_cache(maxsize=1000)
-def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a forward, which every module of its class asks for."""
-    return inspect.signature(forward)
+    return dict(list(inspect.signature(host_class(module).forward).parameters.items())[1:])
 
 
 def positional_names(module: nn.Module) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters import find_stack
+from mmod.blocks import parameters_of
 from mmod.lab import Recursions
 from mmod.methods import Exit, Merge, Method, Prune, Resize, undo_
 from tests.kit import own_vits
@@ -409,6 +410,19 @@ def test_an_argument_that_no_trial_showed_is_refused_where_images_have_left_alon
     mmod.apply_(model, Exit(1.0, (0,)), tokens=tokens)
     assert torch.equal(model(image, scale), expected)
     torch.testing.assert_close(model.train()(image, scale)[1::2], expected[1::2])
+
+
+def test_a_forward_may_be_an_object_without_a_hash() -> None:
+    class Forward:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return x * scale
+
+    class Scaled(nn.Module):
+        forward = Forward()
+
+    assert list(parameters_of(Scaled())) == ["scale"]
 
 
 class BlockWithMethods(OwnBlock):
