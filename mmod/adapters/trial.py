@@ -285,7 +285,7 @@ def _divides(block: nn.Module, branches: Branches, x: Tensor, arguments: Argumen
 class _TrialBlock(ConvertedBlock):
     """Mixin of the block of a trial, which has what methods add."""
 
-    mod_added_modules = ("router",)
+    mod_added_modules = ("mod_added",)
 
 
 class _Added(nn.Module):
@@ -309,7 +309,7 @@ class _Trial:
         self.block: Any = copy.copy(block)
         vars(self.block)["_modules"] = dict(block._modules)
         convert(self.block, _TrialBlock, BlockState(call=self.call), Shell(inner=self.call.shell.inner))
-        self.block.router = _Added()
+        self.block.mod_added = _Added()
         self.arguments = self.call.bind((), inputs.arguments)
         generator = torch.Generator().manual_seed(1)
         patches = inputs.patches

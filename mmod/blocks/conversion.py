@@ -224,11 +224,12 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
             "call mmod.undo_ first"
         )
-    taken = [name for name in mixin.mod_added_modules if name in module._modules and not present]
-    if taken:
+    taken = [name for name in mixin.mod_added_modules if _has(module, name)]
+    if taken and not present:
+        title = type(module).__name__
         raise ValueError(
-            f"this {type(module).__name__} has a module {taken[0]!r} of its own, which the one of that name that the "
-            "method adds would replace: give it another name"
+            f"this {title} has an attribute {taken[0]!r} of its own, and the method adds a module of that name: give "
+            f"it another name in {title}"
         )
     if "forward" in vars(module) and not present and mixin_forwards(converted):
         if mixin.mod_optional:
@@ -237,6 +238,12 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
     # Nothing is wrapped: parameters keep their names, and hooks and all who hold the module their object.
     _put_class(module, converted)
     setattr(module, mixin.mod_state_name, state)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Return whether a module has an attribute of any kind, without running a property."""
+    tables = (vars(module), module._modules, module._parameters, module._buffers)
+    return hasattr(type(module), name) or any(name in table for table in tables)
 
 
 class HiddenClass(ValueError):

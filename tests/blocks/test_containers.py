@@ -91,21 +91,33 @@ def test_parts_of_a_container_are_those_of_the_host() -> None:
     assert stage.router not in stage
 
 
+@pytest.mark.parametrize("what", ["module", "flag", "method", "property"])
 @pytest.mark.parametrize(
-    ("change", "adds"), [(CHANGES["linear"][0], "router"), (Exit(1.0, (1,)), "exit"), (Experts(experts=2), "router")]
+    ("change", "adds"),
+    [
+        (CHANGES["linear"][0], "router"),
+        (Exit(1.0, (1,)), "exit"),
+        (Experts(experts=2), "router"),
+        (Experts(experts=2), "others"),
+        (Experts(experts=2), "predictors"),
+    ],
 )
-def test_a_module_of_the_hosts_own_is_not_replaced(change: RoutingConfig | Method, adds: str) -> None:
-    class Named(OwnBlock):
-        def __init__(self) -> None:
-            super().__init__()
-            holder = self.channels if isinstance(change, Experts) else self
+def test_what_the_host_has_of_a_name_is_not_replaced(change: RoutingConfig | Method, adds: str, what: str) -> None:
+    model = OwnViT(lambda _: OwnBlock()).eval()
+    for block in model.stages:
+        holder: Any = block.channels if isinstance(change, Experts) else block
+        if what == "module":
             holder.add_module(adds, nn.Identity())
-
-    model = OwnViT(lambda _: Named()).eval()
-    keys = [name for name, _ in model.named_modules()]
-    with pytest.raises(ValueError, match=f"has a module '{adds}' of its own"):
+        elif what == "flag":
+            setattr(holder, adds, False)
+        else:
+            kinds: dict[str, Any] = {"method": lambda self: 2, "property": property(lambda self: 2)}
+            holder.__class__ = type(type(holder).__name__, (type(holder),), {adds: kinds[what]})
+    keys, held = [name for name, _ in model.named_modules()], [dict(vars(block)) for block in model.stages]
+    with pytest.raises(ValueError, match=f"has an attribute '{adds}' of its own"):
         mmod.apply_(model, change)
     assert [name for name, _ in model.named_modules()] == keys
+    assert [dict(vars(block)) for block in model.stages] == held
 
 
 @pytest.mark.parametrize("change", [*[change for change, _ in CHANGES.values()][:3], CHANGES["exit"][0], Merge(3)])
