@@ -88,6 +88,11 @@ def test_words_that_the_processor_does_not_know_are_refused_with_one_that_knows_
     assert not Path(config.output, "config.yaml").exists()
 
 
+def test_a_run_shorter_than_its_logging_steps_shows_its_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(vlm_config(folder, "short", {"logging_steps": 100}))
+    assert re.search(r"train: .*, loss=[0-9.]+, lr=[0-9.e-]+, epoch=", capsys.readouterr().err)
+
+
 def test_a_run_shows_its_loss_and_where_it_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = vlm_config(folder, "shown", {"logging_steps": 3, "save_total_limit": 2})
     result: Any = fit(config)
