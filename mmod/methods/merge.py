@@ -38,8 +38,7 @@ class Merge(Reducing):
     its group, so any code that averages patches weighs groups by size.
 
     Args:
-        r: Number of tokens that a block merges, at most half of those that are left: one number, or one per block. More
-            than half of the patches are refused where the model takes images of one size.
+        r: Number of tokens that a block merges, at most half of those that are left: one number, or one per block.
         training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: ToMe, Bolya et al., arXiv 2210.09461.
@@ -55,20 +54,6 @@ class Merge(Reducing):
 
     r: Annotated[int | tuple[int, ...], "[0, inf)"] = 8
     training_only: bool = False
-
-    def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError also for more tokens than a block can merge in the images that the model takes."""
-        super().check(model, stack)
-        size = image_facts(model).size
-        if size is None:
-            return
-        patches = math.prod(patch_grid(model, size))
-        most = max(self._counts(stack).values(), default=0)
-        if most > patches // 2:
-            raise ValueError(
-                f"r must be at most {patches // 2}, half of the model's {patches} patches, which is all that a block "
-                f"can merge, got {most}"
-            )
 
     def caution(self, model: nn.Module) -> str:
         """Return how few tokens the last block leaves, where that is less than a twentieth of the patches."""

@@ -178,8 +178,7 @@ def test_an_aspect_ratio_that_would_change_is_refused() -> None:
         mmod.apply_(make_model("test_vit", dynamic_img_size=True), Resize((48, 50)))
 
 
-# The first is half of the patches of the model of one size, and more than half of the others'.
-@pytest.mark.parametrize("r", [98, 25, 8, 4])
+@pytest.mark.parametrize("r", [500, 25, 8, 4])
 @pytest.mark.parametrize(
     ("make", "images"),
     [
@@ -202,13 +201,3 @@ def test_merging_that_leaves_hardly_a_patch_is_told(
     left, patches = last.kept.index_BK.shape[1] - 1, last.keep_BN.shape[1] - 1
     assert bool(told) == (left * 20 < patches)
     assert all(f"r={r} leaves {left} of {patches} patches in the end. Set a smaller r" in line for line in told)
-
-
-@pytest.mark.parametrize("r", [99, 999, (0,) * 11 + (99,)])
-def test_merging_of_more_than_half_of_the_patches_is_refused(r: int | tuple[int, ...]) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", embed_dim=12)
-    with pytest.raises(ValueError, match=r"r must be at most 98, half of the model's 196 patches, .*, got 9+$"):
-        mmod.apply_(model, Merge(r=r))
-    # Larger images may have as many as it takes.
-    with pytest.warns(UserWarning, match=r"r=999 leaves \d of 100 patches"):
-        mmod.apply_(timm.create_model("test_vit", dynamic_img_size=True), Merge(r=999))

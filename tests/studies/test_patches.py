@@ -40,7 +40,7 @@ def study(tmp_path: Path) -> ImageStudyConfig:
         finetune={"epochs": 1},
         # Fewer tokens on the grid of the labels, and another grid.
         baselines={
-            "merge": {0.5: {"kind": "merge", "r": 8}},
+            "merge": {0.5: {"kind": "merge", "r": 12}},
             "resolution": {0.5: {"kind": "resolution", "image_size": 24}},
         },
         latency_batch=16,
