@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import folder_name
-from mmod.io.progress import say
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option, read_yaml
 from mmod.names import near_names
@@ -36,11 +34,6 @@ def main(arguments: Sequence[str]) -> None:
     if options.faster is not None:
         check_value("--faster", options.faster, float, "(1, inf)")
     check_value("--tolerance", options.tolerance, float, "[0, 1)")
-    check_value("--number", options.number, int, "[1, inf)")
-    if options.image_size is not None:
-        check_value("--image_size", options.image_size, int, "[1, inf)")
-    # Imports, weights and images may take a minute, in which nothing else is said.
-    say(f"Opening {options.model}, then reading {options.prompts or options.images}", file=sys.stderr)
     import torch
 
     from mmod.planning.candidate import opening_line
@@ -49,6 +42,9 @@ def main(arguments: Sequence[str]) -> None:
     from mmod.studies.advised import open_advised, read_images, read_prompts
     from mmod.training.engine.distributed import choose_device
 
+    check_value("--number", options.number, int, "[1, inf)")
+    if options.image_size is not None:
+        check_value("--image_size", options.image_size, int, "[1, inf)")
     if options.threads:
         torch.set_num_threads(options.threads)
     batches: Iterable[Any]

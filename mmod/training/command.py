@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.config.parse import named_kind, parse_config
-from mmod.io.progress import say
 from mmod.io.yaml import parse_option
 from mmod.opening.runs import RUN_CONFIG, find_run, is_described
 from mmod.training.kinds import KINDS, config_class, estimate, fit, kind_of
@@ -37,12 +35,6 @@ def main(arguments: Sequence[str], kind: str) -> None:
     # Before torch is imported. A run that has begun has weights of its own.
     if not (Path(config.output) / RUN_CONFIG).exists():
         config.check_weights()
-    rate = parse_option(dry[-1].partition("=")[2]) if dry else None
-    if rate is not None:
-        check_value(_DRY, rate, float, "(0, inf)")
-    # In the first process of torchrun, which sets RANK. Imports and data may take a minute, in which nothing is said.
-    if os.environ.get("RANK", "0") == "0":
-        say(f"{config.output}: opening the model and the data of {arguments[0]}", file=sys.stderr)
     if not dry:
         result = fit(config)
         # It imports torch, which `--help` answers without.
@@ -51,6 +43,10 @@ def main(arguments: Sequence[str], kind: str) -> None:
         if is_first_process():
             print(f"{result}\n{next_commands(config, result)}")
         return
+    rate = parse_option(dry[-1].partition("=")[2])
+    # Before the model is made.
+    if rate is not None:
+        check_value(_DRY, rate, float, "(0, inf)")
     counted = estimate(config)
     print(counted)
     if rate is not None:

@@ -304,16 +304,6 @@ def test_what_cannot_be_advised_is_refused(
         main(["advise", *words.split()])
 
 
-def test_what_is_opened_is_said_before_anything_is_read(
-    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folders)
-    for options, opened in (("", "Opening vit_tinny, then reading images\n"), (" --number 0", "")):
-        with pytest.raises(SystemExit):
-            main(["advise", *f"vit_tinny --images images{options}".split()])
-        assert capsys.readouterr().err.partition("error: ")[0] == opened
-
-
 @pytest.mark.parametrize(
     ("name", "shown"),
     [("timm wrapper", "accuracy to dense"), ("clip", "cosine of features")],

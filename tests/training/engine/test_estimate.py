@@ -80,8 +80,7 @@ def test_a_dry_run_of_pairs_prints_the_cost_and_writes_no_run(
     ]
     torch.manual_seed(0)
     main(["configs/clip/scenes.yaml", *words, "--dry-run=0.001"], "pairs")
-    printed, said = capsys.readouterr()
-    assert said.startswith(f"{tmp_path / 'run'}: opening the model and the data of configs/clip/scenes.yaml\n")
+    printed = capsys.readouterr().out
     assert "epochs: 5, steps: 20 of 64 samples" in printed
     assert "forward GFLOPs of a sample: image 0.02482, text 0.004874; about 0.005701 TFLOPs a step" in printed
     assert "3,686,017 parameters, 3,686,017 trained" in printed
