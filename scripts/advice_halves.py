@@ -80,7 +80,7 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     for _ in compare(table, rounds, evaluate, Runner(progress=False)):
         pass
     uncounted = dict.fromkeys(recorded.scores, Costs(None, None))
-    rows = rows_of(table, AGREEMENT, candidates, uncounted, "image", is_only=True, decimals=SHARES)
+    rows = rows_of(table, AGREEMENT, candidates, set(), uncounted, "image", is_only=True, decimals=SHARES)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
 
 

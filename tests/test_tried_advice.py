@@ -387,7 +387,9 @@ LINES = {
         ({"model": {"args": {"num_classes": 10}}},),
     ),
     "size": Line(
-        {"model": {"args": {"img_size": 64}}}, "the model takes 64x64", ({"model": {"args": {"img_size": 32}}},)
+        {"model": {"args": {"img_size": 64}}},
+        "data.image_size is 32 and model.args.img_size 64",
+        ({"model": {"args": {"img_size": 32}}},),
     ),
     "channels": Line(
         {"model": {"args": {"in_chans": 3}}},

@@ -116,7 +116,7 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
         study,
         routers={"tuned": tuned, "still": {"router": "coin", "select": "threshold", "tune": False}},
         baselines={
-            "small": {0.5: {"kind": "smaller", "args": {}, "changes": {"data": {"image_size": 24}}}},
+            "small": {0.5: {"kind": "smaller", "args": {"img_size": 24}, "changes": {"data": {"image_size": 24}}}},
             **BASELINES,
             "merge": {0.5: {**BASELINES["merge"][0.5], "tune": False}},
         },
@@ -138,7 +138,7 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
     assert (runs["tuned-0.5"].trained, runs["tuned-0.5"].optim.lr) == ("routers", 0.5)
     assert runs["merge-0.5"].optim == runs["dense"].optim != runs["tuned-0.5"].optim
     assert (runs["small-0.5"].data.image_size, runs["dense"].data.image_size) == (24, 32)
-    assert runs["small-0.5"].model.args == runs["dense"].model.args
+    assert runs["small-0.5"].model.args == {**runs["dense"].model.args, "img_size": 24}
     assert {name: run.model.has_weights for name, run in runs.items() if name in ANEW} == dict.fromkeys(ANEW, False)
 
 

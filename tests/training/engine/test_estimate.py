@@ -87,6 +87,6 @@ def test_a_dry_run_of_pairs_prints_the_cost_and_writes_no_run(
     assert printed.endswith(f"{tmp_path / 'run'}: the run would start anew\n")
     # 20 steps of 0.005701 TFLOPs.
     assert "0.03167 hours at 0.001 TFLOP/s in each process" in printed
-    with pytest.raises(TypeError, match="--dry-run must be a number above 0 or null, got 'fast'"):
+    with pytest.raises(TypeError, match="--dry-run must be a number above 0, got 'fast'"):
         main(["configs/clip/scenes.yaml", *words, "--dry-run=fast"], "pairs")
     assert not (tmp_path / "run").exists()
