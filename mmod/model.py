@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -11,6 +10,7 @@ from typing import Any
 from mmod.adapters import adapted_model, find_parts
 from mmod.adapters.base import Part
 from mmod.adapters.tokens import Tokens, declared, share_proofs
+from mmod.blocks import copy_modules
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, place_of, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, own_methods, undo_last_
 from mmod.methods.prepare import check_new_capacity
@@ -62,9 +62,9 @@ def apply_(
 
 def copy_of(model: Model) -> Model:
     """Return a copy of a model that shares its weights."""
-    # With the weights in its memo, deepcopy copies the modules alone.
+    # With the weights in its memo, the modules alone are copied.
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    copied = copy.deepcopy(model, shared)
+    copied = copy_modules(model, shared)
     share_proofs(model, copied)
     return copied
 
