@@ -89,8 +89,8 @@ class BatchFile:
         self._path = Path(path)
         self._store: Store | None = None
         self._is_usable = True
-        # The folder of the file, and those above it that were made for it.
-        self._levels = 1
+        # How many folders were made for the file, its own and those above.
+        self._folders = 1
 
     def get(self, identity: Mapping[str, object]) -> Any:
         """Return what the file holds; None for nothing."""
@@ -107,7 +107,7 @@ class BatchFile:
         # Where an equal evaluation has ended, or nothing can be removed, it stays as it is.
         with suppress(OSError):
             self._store.remove()
-            for place in list(self._path.parents)[: self._levels]:
+            for place in list(self._path.parents)[: self._folders]:
                 place.rmdir()
 
     def _opened(self) -> Store:
@@ -116,7 +116,7 @@ class BatchFile:
             missing = sum(1 for place in self._path.parents if not place.exists())
             self._store = Store(self._path)
             # Those that an interrupted evaluation has made are there.
-            self._levels = self._store.once({"work": "folders made"}, lambda: max(self._levels, missing))
+            self._folders = self._store.once({"work": "folders made"}, lambda: max(self._folders, missing))
         return self._store
 
     def _tried(self, step: Callable[[], Any]) -> Any:
