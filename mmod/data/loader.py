@@ -7,8 +7,6 @@ resumed in the middle of an epoch would see other batches.
 from __future__ import annotations
 
 import functools
-import glob
-import sysconfig
 import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import asdict
@@ -19,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, StreamConfig, TextConfig
+from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.embedded import SETS, locate
+from mmod.data.files import text_files
 from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.readers.drawn import DrawnSource
-from mmod.data.readers.folders import FolderSource, MapSource, map_folders, split_folder
+from mmod.data.readers.folders import FolderSource, MapSource
 from mmod.data.readers.hf_datasets import StreamedSource, documents, is_streamed
 from mmod.data.readers.images import ImageSource, Subset
-from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
+from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, label_map
 from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import BatchStream, Decoded, ImageReader, MemoryReader, ReadBatch
 from mmod.data.synthetic.digits import DIGITS, DigitScene, compose_scenes
@@ -42,29 +41,6 @@ Tokenizer = Callable[[list[str]], Tensor]
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
 _DIGITS_MEAN = 0.094
 _DIGITS_STD = 0.22
-
-
-@functools.singledispatch
-def check_files(config: StreamConfig) -> None:
-    """Raise a ValueError if files of a data set are missing, before anything is read; sets that are built have none.
-
-    Example:
-        >>> check_files(DataConfig("folder", root="nowhere"))
-        Traceback (most recent call last):
-        ValueError: root='nowhere' is no folder: name one by data.root (dense.data.root of a study)
-    """
-
-
-@check_files.register
-def _check_images(config: DataConfig) -> None:
-    reader, _, argument = config.source.partition(":")
-    for split in (config.train_split, config.val_split):
-        if config.source == "folder":
-            split_folder(config.root, split)
-        elif reader == "maps":
-            map_folders(str(config.root), split)
-        elif reader == "shards":
-            expand_pattern(argument.replace("{split}", split))
 
 
 def image_stream(
@@ -272,13 +248,6 @@ def _crop_pct(config: DataConfig) -> float:
     return config.crop_pct
 
 
-@check_files.register
-def _check_pairs(config: PairsConfig) -> None:
-    for pattern in (config.train, config.val):
-        if not is_streamed(pattern) and not (isinstance(pattern, str) and pattern.startswith("scenes:")):
-            expand_pattern(pattern)
-
-
 def pairs_stream(
     config: PairsConfig,
     transform: Transform,
@@ -340,15 +309,6 @@ def folder_stream(
 
 END = 0
 """The byte that ends a file."""
-# Folders of the standard library with data, tests or third-party packages.
-_NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
-
-
-@check_files.register
-def _check_text(config: TextConfig) -> None:
-    # The standard library is there, and to list its files takes longer than a small run's step.
-    if config.source != "python" and not is_streamed(config.source):
-        _paths(config.source)
 
 
 def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, world: int = 1) -> BatchStream:
@@ -378,7 +338,7 @@ def read_corpus(source: str, split: str) -> np.ndarray:
     if is_streamed(source):
         files = list(documents(source, "text"))
     else:
-        files = [text_bytes(path.read_bytes(), str(path)) for path in _paths(source)]
+        files = [text_bytes(path.read_bytes(), str(path)) for path in text_files(source)]
     # Of twenty files one is in "val" and one in "test", by a checksum.
     splits = ("val", "test", *["train"] * 18)
     # By content, not by name or order: a file stays in its split when others are added.
@@ -416,15 +376,3 @@ class TextReader:
         index_BL = start_B[:, None] + np.arange(self.length + 1)
         window = torch.from_numpy(self.text[index_BL].astype(np.int64))
         return ReadBatch(window[:, :-1], window[:, 1:], [])
-
-
-def _paths(source: str) -> list[Path]:
-    """Return the files of a pattern, or of the standard library; a ValueError without any."""
-    if source == "python":
-        root = Path(sysconfig.get_path("stdlib"))
-        modules = (path for path in root.rglob("*.py") if not _NOT_READ & set(path.relative_to(root).parts))
-        return sorted([*modules, *root.glob("LICENSE*")])
-    paths = [path for path in map(Path, sorted(glob.glob(source, recursive=True))) if path.is_file()]
-    if not paths:
-        raise ValueError(f"data.source={source!r} matches no file")
-    return paths

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmod.data.fingerprint import data_files
+from mmod.data.files import data_files
 from mmod.io.files import write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.studies.measure import identity_of

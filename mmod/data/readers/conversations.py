@@ -19,7 +19,7 @@ from mmod.data.readers.images import IMAGE_EXTENSIONS, ImageFiles, decode_image,
 from mmod.data.readers.shard_files import ShardFiles, read_at
 from mmod.data.readers.shards import Members, expand_pattern, read_samples
 from mmod.data.records import IMAGE, MEDIA_EXTENSIONS, Message, check_record, image_names, read_records
-from mmod.io.files import near_paths, parse_json
+from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
 from mmod.io.remote import RemoteError
 
@@ -178,21 +178,6 @@ class ChatDataset:
             if last:
                 turns = turns[-1:]
             yield from turns
-
-
-def check_conversations(config: ConversationsConfig) -> None:
-    """Raise if a file or shard, or the folder of images, is missing, before anything is read."""
-    for source in (config.train, config.val):
-        if source is None or source.startswith("questions:"):
-            continue
-        if source.endswith(".tar"):
-            expand_pattern(source)
-        elif not Path(source).is_file():
-            raise FileNotFoundError(f"no file of conversations at {source!r}{near_paths(source)}")
-        elif config.images is not None and not Path(config.images).is_dir():
-            raise FileNotFoundError(
-                f"no folder of images at {config.images!r}, which data.images names{near_paths(config.images)}"
-            )
 
 
 def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> ChatDataset:

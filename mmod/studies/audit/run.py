@@ -28,7 +28,7 @@ from mmod.audits.run import audit
 from mmod.audits.shifts import SHIFTS
 from mmod.audits.tables import joined
 from mmod.config.parse import read_config
-from mmod.data.fingerprint import data_files
+from mmod.data.files import data_files
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
 from mmod.io.files import near_paths, read_json_object, write_atomically, write_json

@@ -20,8 +20,9 @@ from mmod.analysis.counting import needed_shares
 from mmod.analysis.flop_count import vision_flops
 from mmod.analysis.flop_report import FlopCounts
 from mmod.blocks.routed import RoutedBlock
+from mmod.data.files import check_files
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import check_conversations, open_conversations
+from mmod.data.readers.conversations import open_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.training.chat.config import TrainConfig
@@ -96,7 +97,7 @@ def estimate(kind: Any) -> ChatEstimate:
     config: TrainConfig = kind.config
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer))
-    check_conversations(config.data)
+    check_files(config.data)
     model, processor = create_with_processor(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
     train = open_checked(config.data.train, config.data, collator)

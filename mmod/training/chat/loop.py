@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from transformers import IntervalStrategy, TrainingArguments
 
+from mmod.data.files import check_files
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ChatDataset, check_conversations
+from mmod.data.readers.conversations import ChatDataset
 from mmod.data.readers.lengths import open_checked
 from mmod.data.records import prior_of
 from mmod.io.files import replacing, write_atomically
@@ -78,7 +79,7 @@ def _train(
     """Train, evaluate and write the result, in a locked folder."""
     config = kind.config
     folder = Path(config.output)
-    check_conversations(config.data)
+    check_files(config.data)
     arguments = training_arguments(config)
     progress = progress and arguments.process_index == 0
     data = _open_data(kind.config, arguments, progress)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import image_facts
+from mmod.data.files import check_files
 from mmod.data.labels import Classes
-from mmod.data.loader import check_files
 from mmod.io.tensors import some_keys
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added

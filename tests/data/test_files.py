@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
-from mmod.data.fingerprint import data_files
+from mmod.data.files import data_files
 from mmod.data.readers.conversations import ConversationsConfig
 
 

@@ -1,0 +1,142 @@
+"""The files that a config of data names: whether they are there, and what stands for them."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+from mmod.data.config import DataConfig, PairsConfig, TextConfig
+from mmod.data.readers.conversations import ConversationsConfig
+from mmod.data.readers.folders import map_folders, split_folder, walk_images
+from mmod.data.readers.hf_datasets import PREFIX
+from mmod.data.readers.shards import expand_pattern
+from mmod.io.files import near_paths
+from mmod.io.remote import is_remote
+
+Use = Literal["train", "val"]
+"""What samples are read for: training or evaluation."""
+# Names of streams of the hub and of embedded sets, which name no file.
+_NO_FILES = (PREFIX, "scenes:", "questions:")
+# Folders of the standard library with data, tests or third-party packages.
+_NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
+
+
+def check_files(data: object) -> None:
+    """Raise if files of a data set are missing, before anything is read; sets that are built have none.
+
+    Example:
+        >>> check_files(DataConfig("folder", root="nowhere"))
+        Traceback (most recent call last):
+        ValueError: root='nowhere' is no folder: name one by data.root (dense.data.root of a study)
+    """
+    files_of(data, "train")
+    files_of(data, "val")
+
+
+def data_files(data: object) -> str | None:
+    """Return what stands for the files that a config of data evaluates on: their number, and a checksum.
+
+    The checksum is of names and sizes, which a copy of the data has too. None for sets that are drawn, streamed or
+    remote, and for files that are not there. Of conversations the images are not looked up, nor the training data of
+    any set.
+
+    Example:
+        >>> data_files(DataConfig("digits:tiny")) is None
+        True
+    """
+    paths: list[str] = []
+    # What is missing is told by what opens it.
+    with suppress(ValueError, FileNotFoundError):
+        paths = files_of(data, "val")
+    if not paths:
+        return None
+    return _looked_up(paths)
+
+
+def files_of(data: object, use: Use) -> list[str]:
+    """Return the files, and folders of files, that a config of data names here; none of what is drawn or streamed.
+
+    Raises:
+        ValueError: A folder is missing, or a pattern matches no file.
+        FileNotFoundError: A file of conversations, or the folder of their images, is missing.
+    """
+    if isinstance(data, DataConfig):
+        reader, _, argument = data.source.partition(":")
+        split = data.train_split if use == "train" else data.val_split
+        if reader == "folder":
+            return [split_folder(data.root, split)]
+        if reader == "maps":
+            return [str(folder) for folder in map_folders(str(data.root), split)]
+        if reader == "shards":
+            return _shards(argument.replace("{split}", split))
+    elif isinstance(data, PairsConfig):
+        return _shards(data.train if use == "train" else data.val)
+    elif isinstance(data, TextConfig):
+        # The standard library is there, and to list its files takes longer than a small run's step.
+        if data.source != "python" and not data.source.startswith(_NO_FILES):
+            return [str(path) for path in text_files(data.source)]
+    elif isinstance(data, ConversationsConfig):
+        source = data.train if use == "train" else data.val
+        if source is None or source.startswith(_NO_FILES):
+            return []
+        if source.endswith(".tar"):
+            return _shards(source)
+        if not Path(source).is_file():
+            raise FileNotFoundError(f"no file of conversations at {source!r}{near_paths(source)}")
+        if data.images is not None and not Path(data.images).is_dir():
+            raise FileNotFoundError(
+                f"no folder of images at {data.images!r}, which data.images names{near_paths(data.images)}"
+            )
+        return [source]
+    return []
+
+
+def _shards(pattern: str | Sequence[str]) -> list[str]:
+    """Return the local shards of a pattern."""
+    if isinstance(pattern, str) and pattern.startswith(_NO_FILES):
+        return []
+    return [path for path in expand_pattern(pattern) if not is_remote(path)]
+
+
+def text_files(source: str) -> list[Path]:
+    """Return the files of a pattern, or of the standard library for "python"; a ValueError without any."""
+    if source == "python":
+        root = Path(sysconfig.get_path("stdlib"))
+        modules = (path for path in root.rglob("*.py") if not _NOT_READ & set(path.relative_to(root).parts))
+        return sorted([*modules, *root.glob("LICENSE*")])
+    paths = [path for path in map(Path, sorted(glob.glob(source, recursive=True))) if path.is_file()]
+    if not paths:
+        raise ValueError(f"data.source={source!r} matches no file")
+    return paths
+
+
+def _looked_up(paths: Sequence[str]) -> str:
+    names = hashlib.sha256()
+    number = 0
+    for path in paths:
+        for file in _files_below(path):
+            name = os.path.basename(file)
+            if file != path:
+                # Relative to a folder, which may be moved.
+                name = os.path.relpath(file, path)
+            with suppress(OSError):
+                line = f"{name} {os.path.getsize(file)}\n"
+                names.update(line.encode(errors="surrogateescape"))
+                number += 1
+    noun = "file" if number == 1 else "files"
+    return f"{number:,} {noun}, {names.hexdigest()[:8]}"
+
+
+def _files_below(path: str) -> list[str]:
+    """Return a file, or the images of a folder that a reader reads."""
+    if os.path.isfile(path):
+        return [path]
+    images, _ = walk_images(path)
+    return sorted(chain.from_iterable(images.values()))
