@@ -1,16 +1,16 @@
 """Patches whose pixels another patch of the same picture shows already.
 
-Axes: B pictures, R rows and C columns of patches, N = R * C patches, H channels of a pixel, E pixels of a patch, S
-cells, P patches of a cell, D patches of a diagonal.
+Axes: B pictures, R rows and C columns of patches, N = R * C patches, H channels of a pixel, E pixels of a patch, V
+videos, P patches of a video, D patches of a diagonal.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # More than any difference of pixels, in grey levels of 255.
@@ -98,115 +98,85 @@ def find_duplicates(
     """
     rows, columns = pixels_BRCHE.shape[1:3]
     height, width = cell_sides((rows, columns), cell)
-    # Cells at the lower and right edges may reach beyond the grid.
-    counts = (-(-rows // height), -(-columns // width))
-    cells = _Cells((rows, columns), (frames, height, width), counts)
-    pixels_SPHE = cells.split(pixels_BRCHE)
-    device = pixels_SPHE.device
-    stands_SP = torch.arange(pixels_SPHE.shape[1], device=device).repeat(pixels_SPHE.shape[0], 1)
-    difference_SP = torch.full(stands_SP.shape, FIRST, device=device)
-    limit = alike_below(tolerance)
+    pixels_VPHE = pixels_BRCHE.unflatten(0, (-1, frames)).flatten(1, 3)
+    device = pixels_VPHE.device
+    patch_P = torch.arange(frames * rows * columns, device=device)
+    # Where each patch is in its cell.
+    frame_P = patch_P // (rows * columns)
+    row_P = patch_P // columns % rows % height
+    column_P = patch_P % columns % width
+    place_3P = torch.stack([frame_P, row_P, column_P])
     # By diagonals, since a patch may stand for what its left and upper neighbours stand for, which must be known.
-    for diagonal in range(1, frames + height + width - 2):
-        place_3D = _diagonal(diagonal, cells.sides, device)
-        frame_D, row_D, column_D = place_3D
-        patch_D = (frame_D * height + row_D) * width + column_D
-        least_SD, joined_SD = _most_similar(pixels_SPHE, stands_SP, patch_D, place_3D, cells, levels_H)
-        stands_SD = torch.where(least_SD <= limit, joined_SD, patch_D)
-        stands_SP = stands_SP.index_copy(1, patch_D, stands_SD)
+    sizes = _diagonals((rows, columns), (frames, height, width))
+    _, *diagonals = place_3P.sum(dim=0).argsort().split(sizes)
+    stands_VP = patch_P.repeat(pixels_VPHE.shape[0], 1)
+    difference_VP = torch.full(stands_VP.shape, FIRST, device=device)
+    limit = alike_below(tolerance)
+    for patch_D in diagonals:
+        place_3D = place_3P[:, patch_D]
+        least_VD, joined_VD = _most_similar(pixels_VPHE, stands_VP, patch_D, place_3D, (rows, columns), levels_H)
+        stands_VD = torch.where(least_VD <= limit, joined_VD, patch_D)
+        stands_VP = stands_VP.index_copy(1, patch_D, stands_VD)
         # Below FIRST, which marks the first patch of a cell alone.
-        difference_SP = difference_SP.index_copy(1, patch_D, least_SD.clamp(max=FIRST - 1))
+        difference_VP = difference_VP.index_copy(1, patch_D, least_VD.clamp(max=FIRST - 1))
     first_N = first_of_cells((rows, columns), cell, device)
-    stands_BN = cells.in_grid(cells.numbers_in_grid(stands_SP))
-    return Duplicates(cells.in_grid(difference_SP), stands_BN, first_N.expand(pixels_BRCHE.shape[0], -1))
+    shape = (pixels_BRCHE.shape[0], rows * columns)
+    return Duplicates(difference_VP.view(shape), stands_VP.view(shape), first_N.expand(shape))
 
 
-class _Cells(NamedTuple):
-    """The cells of a grid of patches, each a sequence of the patches in its frames, rows and columns.
+def _diagonals(grid: tuple[int, int], sides: tuple[int, int, int]) -> list[int]:
+    """Return how many patches have the same sum of frame, row and column in their cell, by that sum.
 
     Args:
-        grid: Rows and columns of patches.
-        sides: Frames, rows and columns of patches in a cell.
-        counts: Rows and columns of cells.
+        grid: Rows and columns of all patches.
+        sides: Frames, rows and columns of a cell.
     """
-
-    grid: tuple[int, int]
-    sides: tuple[int, int, int]
-    counts: tuple[int, int]
-
-    def split(self, pixels_BRCHE: Tensor) -> Tensor:
-        """Return the pixels of the patches of each cell (S, P, H, E)."""
-        frames, height, width = self.sides
-        down, across = self.counts
-        below = down * height - self.grid[0]
-        right = across * width - self.grid[1]
-        if below or right:
-            # Patches added below and at the right are no left or upper neighbour of one in the grid.
-            pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, right, 0, below))
-        cells = pixels_BRCHE.unflatten(2, (across, width)).unflatten(1, (down, height)).unflatten(0, (-1, frames))
-        # Videos, rows and columns of cells; then frames, rows and columns of patches.
-        cells = cells.permute(0, 2, 4, 1, 3, 5, 6, 7)
-        return cells.flatten(3, 5).flatten(0, 2)
-
-    def numbers_in_grid(self, patch_SP: Tensor) -> Tensor:
-        """Return the numbers in the grid of patches that are numbered in their cells (S, P)."""
-        _, height, width = self.sides
-        down, across = self.counts
-        patch = patch_SP.view(-1, down, across, patch_SP.shape[1])
-        frame = patch // (height * width)
-        in_frame = patch % (height * width)
-        row = in_frame // width + height * torch.arange(down, device=patch.device).view(-1, 1, 1)
-        column = in_frame % width + width * torch.arange(across, device=patch.device).view(-1, 1)
-        return ((frame * self.grid[0] + row) * self.grid[1] + column).view_as(patch_SP)
-
-    def in_grid(self, value_SP: Tensor) -> Tensor:
-        """Return the values of patches in the order of the grid, without those beyond its edges (B, N)."""
-        by_cell = value_SP.reshape(-1, *self.counts, *self.sides).permute(0, 3, 1, 4, 2, 5)
-        by_row = by_cell.flatten(4, 5).flatten(2, 3).flatten(0, 1)
-        return by_row[:, : self.grid[0], : self.grid[1]].flatten(1)
+    frames, height, width = sides
+    sizes = [0] * (frames + height + width - 2)
+    for frame, row, column in product(range(frames), range(height), range(width)):
+        # Of cells that have such a patch: those at the lower and right edges may be smaller.
+        down = -(-(grid[0] - row) // height)
+        across = -(-(grid[1] - column) // width)
+        sizes[frame + row + column] += down * across
+    return sizes
 
 
 def _most_similar(
-    pixels_SPHE: Tensor, stands_SP: Tensor, patch_D: Tensor, place_3D: Tensor, cells: _Cells, levels_H: Tensor
+    pixels_VPHE: Tensor,
+    stands_VP: Tensor,
+    patch_D: Tensor,
+    place_3D: Tensor,
+    grid: tuple[int, int],
+    levels_H: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the difference of patches to the most similar one that stands for a neighbour, and that one (S, D).
+    """Return the difference of patches to the most similar one that stands for a neighbour, and that one (V, D).
 
     Args:
-        stands_SP: The patch that stands for each, as far as it is known.
-        patch_D: Numbers of the patches in their cell.
-        place_3D: Their frames, rows and columns (3, D).
+        stands_VP: The patch that stands for each, as far as it is known.
+        patch_D: The patches.
+        place_3D: Their frames, rows and columns in their cell (3, D).
+        grid: Rows and columns of all patches.
     """
-    frames, height, width = cells.sides
-    cell_S1 = torch.arange(stands_SP.shape[0], device=stands_SP.device).unsqueeze(1)
-    begin_S1 = cell_S1 * stands_SP.shape[1]
-    pixels_SDHE = pixels_SPHE.index_select(1, patch_D).float()
-    joined_SD = stands_SP[:, patch_D]
-    least_SD = torch.full(joined_SD.shape, inf, device=joined_SD.device)
-    neighbours = _BESIDE if frames == 1 else _BESIDE + _BEFORE
+    rows, columns = grid
+    video_V1 = torch.arange(stands_VP.shape[0], device=stands_VP.device).unsqueeze(1)
+    begin_V1 = video_V1 * stands_VP.shape[1]
+    pixels_VDHE = pixels_VPHE.index_select(1, patch_D).float()
+    joined_VD = stands_VP[:, patch_D]
+    least_VD = torch.full(joined_VD.shape, inf, device=joined_VD.device)
+    # Of a picture, which is one frame, none comes before.
+    neighbours = _BESIDE if stands_VP.shape[1] == rows * columns else _BESIDE + _BEFORE
     for back, up, left in neighbours:
-        distance = (back * height + up) * width + left
-        other_SD = stands_SP[:, (patch_D - distance).clamp(min=0)]
-        row_T = (begin_S1 + other_SD).flatten()
-        other_SDHE = pixels_SPHE.flatten(0, 1).index_select(0, row_T).view_as(pixels_SDHE)
-        apart_SDH = (pixels_SDHE - other_SDHE.float()).abs().amax(dim=-1)
+        distance = (back * rows + up) * columns + left
+        other_VD = stands_VP[:, (patch_D - distance).clamp(min=0)]
+        row_T = (begin_V1 + other_VD).flatten()
+        other_VDHE = pixels_VPHE.flatten(0, 1).index_select(0, row_T).view_as(pixels_VDHE)
+        apart_VDH = (pixels_VDHE - other_VDHE.float()).abs().amax(dim=-1)
         # A patch with NaN is like no other.
-        apart_SD = (apart_SDH * levels_H).amax(dim=-1).nan_to_num(nan=inf)
+        apart_VD = (apart_VDH * levels_H).amax(dim=-1).nan_to_num(nan=inf)
         # The first frame, row and column of a cell have fewer neighbours.
         is_outside_D = (place_3D[0] < back) | (place_3D[1] < up) | (place_3D[2] < left)
-        apart_SD = apart_SD.masked_fill(is_outside_D, inf)
+        apart_VD = apart_VD.masked_fill(is_outside_D, inf)
         # Strictly less: of equal neighbours the first of the list wins.
-        joined_SD = torch.where(apart_SD < least_SD, other_SD, joined_SD)
-        least_SD = torch.minimum(least_SD, apart_SD)
-    return least_SD, joined_SD
-
-
-def _diagonal(diagonal: int, sides: tuple[int, int, int], device: torch.device) -> Tensor:
-    """Return frames, rows and columns of the patches of a cell whose sum is the number of a diagonal (3, D)."""
-    frames, height, width = sides
-    parts: list[tuple[Tensor, Tensor]] = []
-    for frame in range(max(0, diagonal - height - width + 2), min(frames, diagonal + 1)):
-        rest = diagonal - frame
-        row_D = torch.arange(max(0, rest - width + 1), min(height, rest + 1), device=device)
-        parts.append((torch.full_like(row_D, frame), row_D))
-    frame_D, row_D = (torch.cat(values) for values in zip(*parts))
-    return torch.stack([frame_D, row_D, diagonal - frame_D - row_D])
+        joined_VD = torch.where(apart_VD < least_VD, other_VD, joined_VD)
+        least_VD = torch.minimum(least_VD, apart_VD)
+    return least_VD, joined_VD
