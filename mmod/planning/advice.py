@@ -23,6 +23,7 @@ from mmod.planning.choice import (
     Verdict,
     batches_of,
     beside_controls,
+    guessing,
     verdict_of,
 )
 from mmod.planning.early import COSINES
@@ -65,6 +66,7 @@ class Advice:
         faster: The speed-up that is wanted; None advises the fastest candidate within the tolerance.
         caution: What makes the times uncertain, in a sentence.
         opening: The line of Python that opens the model; empty where only the user knows it.
+        classes: Number of classes that the model chooses from; None without labels, and for prompts.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -82,6 +84,7 @@ class Advice:
     faster: float | None = None
     caution: str = ""
     opening: str = ""
+    classes: int | None = None
 
     @property
     def metric(self) -> str:
@@ -148,10 +151,20 @@ class Advice:
 
     def _recommendation(self, size: int, rows: Sequence[AdviceRow]) -> Recommendation:
         where = batches_of(size, self.samples)
-        is_unsteady = bool(self.caution)
         return Recommendation(
-            rows, self.tolerance, self.metric, self.samples, where, self.faster, is_unsteady=is_unsteady
+            rows,
+            self.tolerance,
+            self.metric,
+            self.samples,
+            where,
+            self.faster,
+            is_unsteady=bool(self.caution),
+            guessing=self._guessing,
         )
+
+    @property
+    def _guessing(self) -> str:
+        return "" if self.accuracy is None else guessing(self.accuracy, self.classes, self.images)
 
     @property
     def code(self) -> str:
@@ -312,7 +325,7 @@ class Advice:
     def _to_be_faster(self) -> str:
         """What may reach a speed that nothing tried does; empty where everything is reached, or no more is known."""
         if self.faster is not None:
-            if self.best:
+            if self.best or self._guessing:
                 return ""
             return "Larger batches may be faster; without `faster`, more is tried."
         # A speed chooses among these series alone.

@@ -6,6 +6,7 @@ one whose worse end is best is named. So the sentence follows from the table by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -138,6 +139,7 @@ class Recommendation:
             tolerance, and beside it what loses least at some speeds.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
         is_unsteady: Times are uncertain, as on a busy machine, see `Table.caution`.
+        guessing: That the dense model guesses, see `guessing`. Nothing can be lost then, so that nothing is advised.
     """
 
     models: Sequence[AdviceRow]
@@ -148,6 +150,7 @@ class Recommendation:
     speed: float | None = None
     harm: str = ""
     is_unsteady: bool = False
+    guessing: str = ""
 
     @property
     def best(self) -> AdviceRow | None:
@@ -185,7 +188,9 @@ class Recommendation:
 
     @property
     def unreached(self) -> list[float]:
-        """The usual speeds that no model reaches."""
+        """The usual speeds that no model reaches; none where nothing is advised."""
+        if self.guessing:
+            return []
         return [speed for speed in _SPEEDS if self.at_speed(speed) is None]
 
     @property
@@ -219,6 +224,8 @@ class Recommendation:
     @property
     def sentence(self) -> str:
         """What to do."""
+        if self.guessing:
+            return f"Nothing is advised: {self.guessing}"
         if not self.is_tested:
             return f"No interval tells what is within {self.limit} for {self.where}: these lose least by their means."
         named = self.named
@@ -253,7 +260,7 @@ class Recommendation:
         It is known for answers, which are right or not: means of cosines and of other scores have no such number.
         """
         within = [model for model in self.models if keeps(model.loss, self.tolerance)]
-        if within or not self.models or not self.measure.endswith(_OF_ANSWERS):
+        if self.guessing or within or not self.models or not self.measure.endswith(_OF_ANSWERS):
             return ""
         if self.samples == SEEDS or not self.tolerance:
             return ""
@@ -392,6 +399,8 @@ class Recommendation:
     @property
     def _advised(self) -> list[AdviceRow]:
         """The models that may be advised."""
+        if self.guessing:
+            return []
         return [model for model in self.models if not model.at_random]
 
     @property
@@ -413,9 +422,9 @@ class Verdict(NamedTuple):
     """What to do, and the table of what is named; `print` shows both as Markdown.
 
     Attributes:
-        sentences: What to do in each pass.
+        sentences: What to do in each pass; one where nothing is advised.
         table: What is named for each pass, at each speed, and what is undecided: faster than what is to be used. By
-            speed-up in each pass, the fastest last.
+            speed-up in each pass, the fastest last. It has no rows where nothing is advised.
         named: Names of these models, each once, those of the sentences first.
     """
 
@@ -423,8 +432,16 @@ class Verdict(NamedTuple):
     table: MarkdownTable
     named: Sequence[str]
 
+    @property
+    def parts(self) -> list[str | MarkdownTable]:
+        """The sentences, and the table if it has rows."""
+        if len(self.table.rows) == 1:
+            # The header alone.
+            return list(self.sentences)
+        return [*self.sentences, self.table]
+
     def __str__(self) -> str:
-        return "\n\n".join([*self.sentences, str(self.table)])
+        return "\n\n".join(map(str, self.parts))
 
 
 def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
@@ -446,10 +463,13 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
             rows.append((f"{one.where}, {one.unreached[0]:g} times", "none as fast", "", "", ""))
     first, *others = recommendations
     sentences = [first.sentence]
-    sentences += [one.sentence + _slower(first, one) for one in others]
+    # That nothing is advised holds in every pass.
+    if not first.guessing:
+        sentences += [one.sentence + _slower(first, one) for one in others]
     # The same in every pass.
     sentences += filter(None, [first.too_few])
-    return Verdict(sentences, MarkdownTable([(*_HEADER, f"within {first.limit}?"), *rows]), list(named))
+    table = MarkdownTable([(*_HEADER, f"within {first.limit}?"), *rows])
+    return Verdict(sentences, table, list(named))
 
 
 def _slower(first: Recommendation, other: Recommendation) -> str:
@@ -509,6 +529,29 @@ def beside_controls(
         "open": "Too few samples to say whether these differ from their controls, in points: {}.",
     }
     return " ".join(sentences[group].format(names) for group, names in named.items())
+
+
+def guessing(correct: float, classes: int | None, samples: int) -> str:
+    """Say that a dense model is hardly better than chance; empty where it is better, or has no classes.
+
+    Args:
+        correct: Share of right answers.
+        classes: Number of classes that the model chooses from.
+
+    Example:
+        >>> guessing(0.27, classes=5, samples=100)
+        'the dense model is hardly better than chance (20 %), so that differences to it say nothing.'
+        >>> guessing(0.29, classes=5, samples=100)
+        ''
+    """
+    if classes is None or classes < 2 or not samples:
+        return ""
+    chance = 1 / classes
+    # Two standard deviations of guesses that are right by chance.
+    if correct > chance + 2 * math.sqrt(chance * (1 - chance) / samples):
+        return ""
+    percent = f"{100 * chance:.3g} %"
+    return f"the dense model is hardly better than chance ({percent}), so that differences to it say nothing."
 
 
 def batches_of(size: int, samples: str = "images") -> str:

@@ -71,6 +71,7 @@ class Images:
         first: Number of samples of the first look.
         batch_size: Samples of a timed batch.
         has_labels: Whether accuracy is evaluated.
+        classes: Number of classes that the model chooses from; None without labels.
         note: What is said of the samples in the report.
     """
 
@@ -112,7 +113,9 @@ class Images:
                 f"{self.dense_NRF.shape[2]} numbers for an image: pass images without labels to compare its outputs"
             )
         told = [self.dense_NRF]
+        self.classes = None
         if self.labels is not None:
+            self.classes = self.dense_NRF.shape[2]
             told.append(self.labels)
         self.identity = _identity(model, part, len(pixels), fingerprint(*told))
         self.first = min(FIRST_LOOK, len(pixels))
@@ -239,6 +242,7 @@ class Prompts:
     """
 
     redundancy = None
+    classes = None
     note = ""
     batches_at: Callable[[nn.Module, ImageSize], list[Mapping[str, Any]]] | None = None
 

@@ -240,6 +240,7 @@ def advise(
         faster,
         caution,
         opening,
+        samples.classes,
     )
     if folder is not None:
         advice.save(folder, overwrite=True)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -44,6 +44,7 @@ from mmod.planning.choice import (
     AdviceRow,
     Recommendation,
     batches_of,
+    guessing,
     verdict_of,
 )
 from mmod.planning.early import shown_front
@@ -73,7 +74,6 @@ _TRAINED = (
     "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, which "
     "may be another one."
 )
-_GUESSING = "Nothing is advised: the dense model is hardly better than chance, and its figures say nothing."
 _RESIZED = (
     "Smaller images are made from the files, before the pass that is timed. Where they are resized in the pass, as by "
     "advice and `mmod.methods.Resize`, this takes time, and a few pictures may be answered differently."
@@ -203,22 +203,20 @@ class ImageStudy(StudyKind):
         # What is fastest is not known yet, so that nothing is recommended.
         if not table.times and (is_repeated or has_intervals):
             return told._replace(parts=[*filter(None, [note, self.significance(table, names)])])
-        found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
-        guessing = self._chance(table, score)
+        candidates = {name: run.candidate for name, run in runs.items()}
+        guesses = self._guessing(table, score)
+        found = recommendations(table, score, self.measures[score], candidates, guesses)
         parts: list[str | MarkdownTable] = []
-        if found and guessing:
-            # For batches of any size, alike.
-            parts.append(_GUESSING)
-        elif found:
+        if found:
             decided = verdict_of(found)
             code = self.code([runs[name].candidate for name in decided.named])
             printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
             told = told._replace(recommended=decided.named, code=code, printed=printed)
-            parts += [*decided.sentences, decided.table]
+            parts += decided.parts
         if found and rows:
             batches = batches_of(self.evaluation.batch)
             # Stars and mark are of the same batches, which need not be the largest.
-            used = None if guessing else next(one.used for one in found if one.where == batches)
+            used = next(one.used for one in found if one.where == batches)
             at_random = {name for name, run in runs.items() if run.candidate.at_random}
             name_of_used = None if used is None else used.name
             rows = _starred(rows, score, at_random, name_of_used)
@@ -237,7 +235,8 @@ class ImageStudy(StudyKind):
         if not has_intervals or (is_by_sample and not note):
             by_sample = to_dense if is_by_sample else []
             limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
-        limits += guessing
+        if guesses and not found:
+            limits.append(guesses.capitalize())
         if not comparison.train_dense:
             limits.append("All models start from one dense model; another may rank them differently.")
         if is_repeated and not has_intervals:
@@ -250,21 +249,19 @@ class ImageStudy(StudyKind):
         figure = self.evaluation.score
         if BEFORE in table.runs[DENSE][0].figures:
             figure = BEFORE
-        return bool(self._chance(table, figure))
+        return bool(self._guessing(table, figure))
 
-    def _chance(self, table: Table, figure: str) -> list[str]:
-        """Say that the dense model is hardly better than chance, if it is by a figure: nothing can be lost then."""
-        classes = self.dense.model.args.get("num_classes", 0)
-        images = evaluated(table, DENSE)
+    def _guessing(self, table: Table, figure: str) -> str:
+        """Say that the dense model guesses, if it does by a figure, see `mmod.planning.choice.guessing`."""
         # Patches of an image are no independent draws.
-        if self.evaluation.score != "top1" or classes < 2 or not images:
-            return []
-        score = mean_of(table, figure, DENSE)
-        chance = 1 / classes
-        # Two standard deviations of guesses that are right by chance.
-        if score / 100 > chance + 2 * math.sqrt(chance * (1 - chance) / images):
-            return []
-        return [f"The dense model is hardly better than chance, {100 * chance:.3g} %: differences to it say nothing."]
+        if self.evaluation.score != "top1":
+            return ""
+        return guessing(mean_of(table, figure, DENSE) / 100, self._classes, evaluated(table, DENSE))
+
+    @cached_property
+    def _classes(self) -> int | None:
+        """The number of classes of the dense model, which its config need not say."""
+        return image_facts(sketch(kind_of(self.dense))).classes
 
     def code(self, candidates: Sequence[Candidate]) -> list[str]:
         """Return a block of the lines of Python, and one of the keys of a training config, that apply models."""
@@ -311,12 +308,13 @@ class ImageStudy(StudyKind):
 
 
 def recommendations(
-    table: Table, score: str, measure: str, candidates: Mapping[str, Candidate]
+    table: Table, score: str, measure: str, candidates: Mapping[str, Candidate], guesses: str = ""
 ) -> list[Recommendation]:
     """Return what to use for each size of batches, the largest first; none before models are timed.
 
     Args:
         measure: Title of the score.
+        guesses: That the dense model guesses, see `Recommendation`.
     """
     # More images would not narrow intervals over seeds.
     is_by_sample = paired_by_sample(table, score, list(candidates))
@@ -340,9 +338,17 @@ def recommendations(
             one = candidates[name]
             speedup = ratios(ms[DENSE], ms[name])
             models.append(AdviceRow(name, one.label, speedup, _NO_SCORE, share, number, at_random=one.at_random))
-        where = batches_of(size)
         found.append(
-            Recommendation(models, TOLERANCE, measure, samples, where, harm=harm, is_unsteady=bool(table.caution))
+            Recommendation(
+                models,
+                TOLERANCE,
+                measure,
+                samples,
+                batches_of(size),
+                harm=harm,
+                is_unsteady=bool(table.caution),
+                guessing=guesses,
+            )
         )
     return found
 

@@ -195,6 +195,23 @@ def test_a_recipe_whose_answers_often_differ_from_the_dense_models_says_so_besid
         assert "of the answers equal" not in str(advice_of(rows))
 
 
+def test_nothing_is_advised_where_the_dense_model_guesses() -> None:
+    advice = advice_of([("gradual-0.7", 1.4, Estimate(1.0, 1.0, 1.0), Estimate(0.0, -0.01, 0.01))])
+    assert advice.best is not None
+    # 27 of 100 are within two deviations of the 20 that guesses among five classes get right.
+    for faster in (None, 1.3):
+        guessing = dataclasses.replace(advice, accuracy=0.27, images=100, classes=5, faster=faster)
+        assert "Nothing is advised: the dense model is hardly better than chance (20 %)" in str(guessing)
+        assert guessing.sentence in str(guessing)
+        assert not any(text in str(guessing) for text in ("<-", "none as fast", "more is tried", "Use "))
+        assert (guessing.best, guessing.undecided, guessing.code) == (None, (), "")
+    better = dataclasses.replace(advice, accuracy=0.29, images=100, classes=5)
+    assert better.best is not None
+    assert "Nothing is advised" not in str(better)
+    # Without labels, or of prompts, there are no classes to guess.
+    assert dataclasses.replace(advice, accuracy=0.0).best is not None
+
+
 def test_the_recipe_that_a_wanted_speed_names_is_marked_and_the_mark_explained() -> None:
     lossy = ("lossy", 1.37, Estimate(0.97, 0.95, 0.99), None)
     slow = ("slow", 1.2, Estimate(1.0, 0.99, 1.0), None)
@@ -436,7 +453,7 @@ def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(
         right = make_own("einsum")(images).argmax(-1)
     labels = torch.where(torch.arange(4) < 3, right, (right + 1) % 10)
     own = mmod.advise(make_own("einsum"), [(images, labels)], progress=False)
-    assert (own.measure, own.accuracy) == ("agreement", 0.75)
+    assert (own.measure, own.accuracy, own.classes) == ("agreement", 0.75, 10)
     assert {"tome", "prune", "gradual"} <= {row.series for row in own.rows}
     assert set(own.refused) == {"smaller-image"}
     assert own.redundancy is not None
@@ -450,6 +467,7 @@ def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(
         mmod.advise(make_own("einsum"), [(images, labels.clamp(min=10))], progress=False)
     headless = mmod.advise(make(num_classes=0), [(pictures(2), labels[:2])], candidates=stride, progress=False)
     assert "Labels are not used, because the model has no classes." in str(headless)
+    assert headless.classes is None
 
 
 def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..., None]) -> None:

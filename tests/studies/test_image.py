@@ -30,8 +30,10 @@ from mmod.io import jobs
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate, untrained
-from mmod.planning.choice import verdict_of
+from mmod.planning import advice as advice_page
+from mmod.planning.choice import guessing, verdict_of
 from mmod.report.page import write_report
+from mmod.studies import image as image_studies
 from mmod.studies.candidates import baselines_of, comparison_of, training_configs
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.kind import Told
@@ -521,12 +523,12 @@ def test_a_dense_model_that_guesses_is_said_to() -> None:
         assert study.began_by_chance(table) == (figures.get("before", top1) < 20)
         return study.tell(table, runs, rows, {"images": []})
 
-    guessing = told_of(12.5, 64)
-    assert text_of(guessing).startswith("Nothing is advised: the dense model is hardly better than chance, and its ")
-    assert not any(isinstance(part, MarkdownTable) for part in guessing.parts)
-    assert "The dense model is hardly better than chance, 10 %: differences to it say nothing." in text_of(guessing)
-    assert "Use " not in text_of(guessing)
-    assert "<- use" not in text_of(guessing)
+    told = told_of(12.5, 64)
+    guessed = "the dense model is hardly better than chance (10 %), so that differences to it say nothing."
+    assert text_of(told).startswith(f"Nothing is advised: {guessed}")
+    assert not any(isinstance(part, MarkdownTable) for part in told.parts)
+    assert "Use " not in text_of(told)
+    assert "<- use" not in text_of(told)
     # A model that has learned guesses after a training that did harm, which is told.
     assert "hardly better" in text_of(told_of(12.5, 64, before=90.0))
     assert "hardly better" not in text_of(told_of(90.0, 64, before=12.5))
@@ -894,8 +896,9 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
         return {key: [10.0 / speeds.get(name, 1.0 if name == "dense" else 0.9)] * 3 for key, name in series.items()}
 
     monkeypatch.setattr(timing, "interleave", interleave)
-    # The model is untrained, and a study advises nothing of one that guesses.
-    monkeypatch.setattr(ImageStudy, "_chance", lambda *_: [])
+    # The model is untrained, and nothing is advised for one that guesses, which is compared below.
+    for module in (image_studies, advice_page):
+        monkeypatch.setattr(module, "guessing", lambda *_: "")
     result = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
     assert {point.series for point in result.points} == {"dense", "pixelprune", *FITTED}
     assert "12 test images: the widest interval is" in result.table
@@ -938,6 +941,11 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
             assert difference is not None
             assert 100 * change.value == pytest.approx(difference.value)
             assert 100 * change.high == pytest.approx(difference.high)
+    # Both know a model that guesses by its classes, which need not stand in its config.
+    for module in (image_studies, advice_page):
+        monkeypatch.setattr(module, "guessing", guessing)
+    assert str(advice.verdict).startswith("Nothing is advised: the dense model is hardly better than chance (33.3 %)")
+    assert str(advice.verdict) in run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False).summary
 
 
 def test_models_are_not_trained_on_the_images_of_the_evaluation(
