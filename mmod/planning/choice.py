@@ -120,6 +120,16 @@ class AdviceRow:
         return self.loss.high if self.loss.has_interval else self.loss.value
 
     @property
+    def shown_worst(self) -> float:
+        """That in points, as it is printed: what no reader can tell apart goes to the faster."""
+        return round(100 * self.worst, 1)
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """What is lower is chosen of models that are as fast as they must be."""
+        return self.shown_worst, -self.speedup.median
+
+    @property
     def figures(self) -> tuple[float, float, float]:
         """Its time as a share of the dense model's, its loss and the worse end: what is lower in all is better."""
         # By the mean alone, one of many is better by luck.
@@ -158,7 +168,7 @@ class Recommendation:
         within = self._within
         # Times of a few rounds cannot tell these apart: the loss does.
         as_fast = [model for model in within if NOISE * model.speedup.median >= within[0].speedup.median]
-        return min(as_fast, key=lambda model: model.worst, default=None)
+        return min(as_fast, key=lambda model: model.order, default=None)
 
     @property
     def undecided(self) -> list[AdviceRow]:
@@ -181,10 +191,13 @@ class Recommendation:
         return [model for model in front if self._is_open(model) and model.speedup.median > fastest]
 
     def at_speed(self, speed: float) -> AdviceRow | None:
-        """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
+        """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up.
+
+        Of those whose ends are printed alike, the fastest.
+        """
         # The best mean of many is often luck.
         reaching = filter(_reaches(speed), self._advised)
-        return min(reaching, key=lambda model: (model.worst, -model.speedup.median), default=None)
+        return min(reaching, key=lambda model: model.order, default=None)
 
     @property
     def unreached(self) -> list[float]:
@@ -287,9 +300,9 @@ class Recommendation:
         # As fast at the worse end of their speeds, and at the better one. What is used is so by the medians.
         surely = [model for model in models if model is fastest or NOISE * model.speedup.low >= high]
         perhaps = [model for model in models if NOISE * model.speedup.high >= low]
-        one = min(surely, key=lambda model: model.worst)
-        other = min(perhaps, key=lambda model: model.worst)
-        if one.worst == other.worst:
+        one = min(surely, key=lambda model: model.order)
+        other = min(perhaps, key=lambda model: model.order)
+        if one.shown_worst == other.shown_worst:
             return ""
         spread = "is within the spread of the times."
         if self.used is not None and other.name == self.used.name:
