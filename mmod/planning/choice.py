@@ -471,6 +471,9 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
                 outcome += f" {mark}"
             if mark == USE and one.is_unsteady:
                 outcome += ", if confirmed"
+            # Why it is not what the sentence names, though its median is.
+            if one.speed is None and model.speedup.low < NOISE:
+                outcome += "; not clearly faster"
             rows.append((role, model.name, f"{model.speedup:[.2f}", points(model.loss), outcome))
         if one.speed is None and one.unreached:
             rows.append((f"{one.where}, {one.unreached[0]:g} times", "none as fast", "", "", ""))

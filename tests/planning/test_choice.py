@@ -241,6 +241,20 @@ def test_of_what_is_undecided_the_fastest_that_is_probably_within_the_tolerance_
     assert [row[1] for row in rows_of(among([risky]))] == ["risky"]
 
 
+def test_a_row_says_why_the_sentence_does_not_name_it_though_its_median_is_faster() -> None:
+    sure = alternative("sure", 1.08, Estimate(0.0, -0.03, 0.04), 60)
+    wide = dataclasses.replace(
+        alternative("wide", 1.25, Estimate(-0.02, -0.06, 0.03), 60), speedup=Spread(1.25, 0.93, 1.4)
+    )
+    choice = among([sure, wide])
+    assert "for now: sure probably loses at most 2 points" in choice.sentence
+    rows = {row[1]: row[4] for row in rows_of(choice)}
+    assert "faster" not in rows["sure"]
+    assert rows["wide"].endswith(" more images would tell; not clearly faster")
+    # A wanted speed is one of the medians.
+    assert "clearly" not in str(verdict_of([dataclasses.replace(choice, speed=1.2)]))
+
+
 def test_whether_a_loss_at_the_tolerance_is_within_it_is_unclear_and_how_many_samples_would_tell() -> None:
     at_limit = alternative("a", 1.5, Estimate(0.02, -0.01, 0.05))
     assert chance_within(at_limit.loss, 0.02) == 0.5
