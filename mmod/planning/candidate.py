@@ -21,6 +21,8 @@ CONTROL = "random"
 """Name of the series that others are compared with, unless a study names another, and of its score."""
 ImageSize = int | Mapping[str, int]
 """A side in pixels, or the fewest and most pixels of an image, as the `size` of Qwen-VL's processors has them."""
+TOLERANCE = 0.02
+"""Share of accuracy, or of agreement, that may be lost."""
 FIT = "fit"
 """In place of a number of a candidate: the one that brings its FLOPs to its budget."""
 

@@ -26,8 +26,6 @@ from mmod.analysis.statistics import (
 from mmod.analysis.timing import Spread
 from mmod.io.tables import MarkdownTable
 
-TOLERANCE = 0.02
-"""Share of accuracy, or of agreement, that may be lost."""
 NOISE = 1.03
 """Speeds whose ratio is below this are within the noise of a machine."""
 USE = "<- use"

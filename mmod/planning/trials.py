@@ -38,8 +38,8 @@ from mmod.methods.resolve import resolve_routing
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice
-from mmod.planning.candidate import CONTROL, Candidate, ImageSize
-from mmod.planning.choice import TOLERANCE, AdviceRow
+from mmod.planning.candidate import CONTROL, TOLERANCE, Candidate, ImageSize
+from mmod.planning.choice import AdviceRow
 from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, COSINES, SHARES, front_in, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens

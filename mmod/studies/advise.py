@@ -15,6 +15,7 @@ from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option, read_yaml
 from mmod.names import near_names
 from mmod.opening.runs import RUN_CONFIG, find_run, find_weights
+from mmod.planning.candidate import TOLERANCE
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -187,8 +188,8 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--tolerance",
         type=parse_option,
-        default=0.02,
-        help="what may be lost of accuracy, agreement or cosine: 0.02 are 2 points (0.02)",
+        default=TOLERANCE,
+        help=f"what may be lost of accuracy, agreement or cosine: 0.02 are 2 points ({TOLERANCE:g})",
     )
     parser.add_argument(
         "--faster",

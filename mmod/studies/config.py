@@ -20,7 +20,7 @@ from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
 from mmod.opening.runs import RUN_CONFIG, find_weights
 from mmod.plain import from_plain
-from mmod.planning.candidate import FIT, Candidate, PlanOptions
+from mmod.planning.candidate import FIT, TOLERANCE, Candidate, PlanOptions
 from mmod.values import Checked, check_value, refuse_unknown
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Evaluation:
     Args:
         kind: The kind of study.
         score: The figure by which models are compared.
+        tolerance: Share of it that may be lost.
         before: Also evaluate models before they are fine-tuned.
         batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
         batches: Further batch sizes whose latency is measured.
@@ -59,6 +60,7 @@ class Evaluation:
 
     kind: str
     score: str
+    tolerance: float
     before: bool
     batch: int
     batches: Sequence[int]
@@ -110,6 +112,8 @@ class StudyConfig(Checked):
         tune: Fine-tune all models, the dense one like the others; "others" leaves the dense one as it is, and False
             evaluates routed models without training.
         before: Also evaluate models before they are fine-tuned.
+        tolerance: What may be lost of the dense score, 0.02 are 2 points, whatever the dense model has. Another one
+            measures nothing again.
         seeds: Number of seeds; all runs are repeated with every seed. A study that trains nothing has one.
         processes: Parallel runs, in processes of one thread; 1 runs them in this process.
         then: Fields that differ in a second study, which follows in a subfolder: merged over this one's, as a file over
@@ -135,6 +139,7 @@ class StudyConfig(Checked):
     train_dense: bool = True
     tune: bool | Literal["others"] = True
     before: bool = True
+    tolerance: Annotated[float, "[0, 1)"] = TOLERANCE
     seeds: Annotated[int, "[1, inf)"] = 1
     processes: Annotated[int, "[1, inf)"] = 1
     then: dict[str, Any] | None = None
@@ -411,6 +416,7 @@ class StudyConfig(Checked):
         return Evaluation(
             kind=self.kind,
             score=score,
+            tolerance=self.tolerance,
             before=self.before,
             batch=self.latency_batch,
             batches=self.latency_batches,

@@ -34,12 +34,11 @@ from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.opening.runs import find_run, is_described
-from mmod.planning.candidate import Candidate, opening_line, shown_code
+from mmod.planning.candidate import TOLERANCE, Candidate, opening_line, shown_code
 from mmod.planning.choice import (
     BY_INTERVALS,
     ON_FRONT,
     SEEDS,
-    TOLERANCE,
     USE,
     AdviceRow,
     Recommendation,
@@ -205,7 +204,8 @@ class ImageStudy(StudyKind):
             return told._replace(parts=[*filter(None, [note, self.significance(table, names)])])
         candidates = {name: run.candidate for name, run in runs.items()}
         guesses = self._guessing(table, score)
-        found = recommendations(table, score, self.measures[score], candidates, guesses)
+        tolerance = self.evaluation.tolerance
+        found = recommendations(table, score, self.measures[score], candidates, tolerance, guesses)
         parts: list[str | MarkdownTable] = []
         if found:
             decided = verdict_of(found)
@@ -308,7 +308,12 @@ class ImageStudy(StudyKind):
 
 
 def recommendations(
-    table: Table, score: str, measure: str, candidates: Mapping[str, Candidate], guesses: str = ""
+    table: Table,
+    score: str,
+    measure: str,
+    candidates: Mapping[str, Candidate],
+    tolerance: float = TOLERANCE,
+    guesses: str = "",
 ) -> list[Recommendation]:
     """Return what to use for each size of batches, the largest first; none before models are timed.
 
@@ -322,7 +327,7 @@ def recommendations(
     trained = gain(table, score, BEFORE, DENSE)
     harm = ""
     # A gain over a dense model that fell may be none over the one that the user has. Chance lets every second one fall.
-    if trained is not None and has_fallen(trained):
+    if trained is not None and has_fallen(trained, tolerance):
         harm = f"; the dense model changed by {trained:+.1f} points in fine-tuning"
         if trained.high < 0:
             harm += ", which harmed it"
@@ -341,7 +346,7 @@ def recommendations(
         found.append(
             Recommendation(
                 models,
-                TOLERANCE,
+                tolerance,
                 measure,
                 samples,
                 batches_of(size),

@@ -28,8 +28,8 @@ from mmod.analysis.table import (
 from mmod.analysis.timing import KEPT_TIMES, Spread, ratios, relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
-from mmod.planning.candidate import Candidate
-from mmod.planning.choice import TOLERANCE, beside_controls
+from mmod.planning.candidate import TOLERANCE, Candidate
+from mmod.planning.choice import beside_controls
 from mmod.studies.kind import Facts, Runs, StudyKind
 from mmod.studies.measure import BEFORE
 from mmod.studies.runs import Comparison, Run
@@ -156,6 +156,7 @@ def write_study(
     """
     comparison = study.comparison
     score = study.evaluation.score
+    tolerance = study.evaluation.tolerance
     points = _points(study, table, runs)
     rows = [point.row() for point in points]
     epochs = study.dense.epochs
@@ -167,12 +168,12 @@ def write_study(
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
-    harmed = [] if study.began_by_chance(table) else harm(table, score, names)
+    harmed = [] if study.began_by_chance(table) else harm(table, score, names, tolerance)
     caution = table.caution and f"{table.caution} {KEPT_TIMES}"
     parts = [*harmed, caution, *told.parts, *_cheaper(table, runs)]
     parts += _of_one_seed(comparison, table, score, names)
     parts += without_interval(points)
-    parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
+    parts.append(beside_controls({point.name: point.to_control for point in points}, tolerance))
     parts = [part for part in parts if part]
     speedups = _speedups(study, table)
     lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
@@ -337,11 +338,11 @@ def significance(table: Table, score: str, names: Sequence[str]) -> str:
     return f"Paired over {paired} (95 % intervals), {differing}."
 
 
-def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
+def harm(table: Table, score: str, names: Sequence[str], tolerance: float = TOLERANCE) -> list[str]:
     """Return a warning if fine-tuning made models worse, clearly or by more than the tolerance; empty else."""
     gains = {name: gain(table, score, BEFORE, name) for name in names}
     tuned = {name: value for name, value in gains.items() if value is not None}
-    fallen = [name for name, value in tuned.items() if has_fallen(value)]
+    fallen = [name for name, value in tuned.items() if has_fallen(value, tolerance)]
     if not fallen:
         return []
     # The dense one, by which all are measured, counts most.
@@ -350,17 +351,17 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     if len(fallen) > _GROUPS:
         told += f"; and {len(fallen) - _GROUPS} more"
     return [
-        f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell by more than {100 * TOLERANCE:g} "
+        f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell by more than {100 * tolerance:g} "
         f"points or beyond their 95 % intervals: {told}. A lower rate in `finetune`, or more steps, may do less."
     ]
 
 
-def has_fallen(gain: Estimate) -> bool:
+def has_fallen(gain: Estimate, tolerance: float) -> bool:
     """Return whether fine-tuning made a model worse by its gain in points: clearly, or by more than the tolerance.
 
     A fall within the tolerance that is not clear is what chance does to every second model.
     """
-    return gain.high < 0 or gain.value < -100 * TOLERANCE
+    return gain.high < 0 or gain.value < -100 * tolerance
 
 
 def without_interval(points: Sequence[Point]) -> list[str]:

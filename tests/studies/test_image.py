@@ -469,6 +469,12 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
         "no other is faster and loses less. What is slower than dense has no star. `<- use` follows from whole "
         in text_of(told)
     )
+    # What may be lost is the user's to say, and no part of what is measured.
+    strict = dataclasses.replace(config, tolerance=0.002)
+    told = image_study(strict).tell(table, runs, rows, {"images": []})
+    assert text_of(told).startswith("Keep the dense model for batches of 16")
+    assert "within 0.2 points?" in text_of(told)
+    assert strict.evaluation.identity == config.evaluation.identity
     # Larger batches are another question: the stars and the mark are of those that are drawn.
     larger = dataclasses.replace(table, times={**table.times, ("image", 64): {name: [3.0] for name in runs}})
     told = image_study(config).tell(larger, runs, rows, {"images": []})
