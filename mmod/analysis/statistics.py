@@ -217,6 +217,27 @@ def of_samples(mean: Estimate, samples: int, wanted: int) -> Estimate:
     return Estimate(mean.value, low, high)
 
 
+def one_of_many(value: Estimate, number: int) -> Estimate:
+    """Return an estimate with the interval that it has beside others, all of which hold together with 95 %.
+
+    Args:
+        number: How many there are.
+
+    Source: Dunn, Journal of the American Statistical Association 56 (1961): Bonferroni's inequality.
+
+    Example:
+        >>> print(one_of_many(Estimate(-4.0, -7.9, -0.1), 19))
+        -4.0 [-9.9, 1.9]
+    """
+    wider = NormalDist().inv_cdf(1 - 0.025 / number) / _NORMAL
+    if value.seeds is not None and value.seeds > 1:
+        from scipy.special import stdtrit
+
+        wider = float(stdtrit(value.seeds - 1, 1 - 0.025 / number) / stdtrit(value.seeds - 1, 0.975))
+    low = value.value - wider * (value.value - value.low)
+    return replace(value, low=low, high=value.value + wider * (value.high - value.value))
+
+
 def keeps(loss: Estimate, tolerance: float) -> bool:
     """Return whether the whole interval of a loss is within a tolerance."""
     return loss.high <= tolerance

@@ -49,7 +49,7 @@ from mmod.planning.choice import (
 from mmod.planning.early import shown_front
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.measure import BEFORE
-from mmod.studies.report import COLUMNS, has_fallen, significance, with_batch_sizes
+from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.kind import cost
@@ -327,7 +327,7 @@ def recommendations(
     trained = gain(table, score, BEFORE, DENSE)
     harm = ""
     # A gain over a dense model that fell may be none over the one that the user has. Chance lets every second one fall.
-    if trained is not None and has_fallen(trained, tolerance):
+    if trained is not None and (trained.high < 0 or trained.value < -100 * tolerance):
         harm = f"; the dense model changed by {trained:+.1f} points in fine-tuning"
         if trained.high < 0:
             harm += ", which harmed it"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.analysis.fronts import draw_tradeoff
-from mmod.analysis.statistics import Estimate, published
+from mmod.analysis.statistics import Estimate, one_of_many, published
 from mmod.analysis.style import save_picture
 from mmod.analysis.table import (
     DENSE,
@@ -339,10 +339,25 @@ def significance(table: Table, score: str, names: Sequence[str]) -> str:
 
 
 def harm(table: Table, score: str, names: Sequence[str], tolerance: float = TOLERANCE) -> list[str]:
-    """Return a warning if fine-tuning made models worse, clearly or by more than the tolerance; empty else."""
+    """Return a warning if fine-tuning made models worse by more than chance explains; empty else.
+
+    One of many models falls by chance. So a model counts by an interval that holds for all of them together, and the
+    dense one, which is looked at first, by its own. Where most models fell by more than the tolerance, or none has an
+    interval, that is what counts.
+    """
     gains = {name: gain(table, score, BEFORE, name) for name in names}
     tuned = {name: value for name, value in gains.items() if value is not None}
-    fallen = [name for name, value in tuned.items() if has_fallen(value, tolerance)]
+    fallen = []
+    how = "by more than chance explains"
+    for name, value in tuned.items():
+        seen = value if name == DENSE else one_of_many(value, len(tuned))
+        if seen.high < 0:
+            fallen.append(name)
+    lower = [name for name, value in tuned.items() if value.value < -100 * tolerance]
+    is_tested = any(value.has_interval for value in tuned.values())
+    if 2 * len(lower) > len(tuned) or not is_tested:
+        fallen = lower
+        how = f"by more than {100 * tolerance:g} points"
     if not fallen:
         return []
     # The dense one, by which all are measured, counts most.
@@ -351,17 +366,9 @@ def harm(table: Table, score: str, names: Sequence[str], tolerance: float = TOLE
     if len(fallen) > _GROUPS:
         told += f"; and {len(fallen) - _GROUPS} more"
     return [
-        f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell by more than {100 * tolerance:g} "
-        f"points or beyond their 95 % intervals: {told}. A lower rate in `finetune`, or more steps, may do less."
+        f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell {how}: {told}. A lower rate in "
+        "`finetune`, or more steps, may do less."
     ]
-
-
-def has_fallen(gain: Estimate, tolerance: float) -> bool:
-    """Return whether fine-tuning made a model worse by its gain in points: clearly, or by more than the tolerance.
-
-    A fall within the tolerance that is not clear is what chance does to every second model.
-    """
-    return gain.high < 0 or gain.value < -100 * tolerance
 
 
 def without_interval(points: Sequence[Point]) -> list[str]:
