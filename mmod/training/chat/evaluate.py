@@ -63,18 +63,24 @@ class EvalResult(RoutedResult):
         } | super().columns()
 
     def __str__(self) -> str:
-        parts = [f"{kind} {share:.2f} % of {self.questions[kind]}" for kind, share in self.right.items()]
         kept = ""
         if self.kept:
             kept = f"{self.told_kept} of the tokens that may be skipped"
+        if len(self.right) == 1:
+            return f"answers right {self.accuracy:.2f} % of {sum(self.questions.values())}{kept}"
+        parts = [f"{kind} {share:.2f} % of {self.questions[kind]}" for kind, share in self.right.items()]
         return f"answers right {self.accuracy:.2f} %: {', '.join(parts)}{kept}"
 
     @property
     def baseline(self) -> str:
         """The language-only prior."""
-        kinds = ", ".join(f"{kind} {share:.2f} %" for kind, share in self.prior.items())
-        return kinds and (
-            f"language-only prior {mean_over_kinds(self.prior):.2f} %: {kinds} (right answers without looking at an "
+        if not self.prior:
+            return ""
+        kinds = ""
+        if len(self.prior) > 1:
+            kinds = ": " + ", ".join(f"{kind} {share:.2f} %" for kind, share in self.prior.items())
+        return (
+            f"language-only prior {mean_over_kinds(self.prior):.2f} %{kinds} (right answers without looking at an "
             "image: always the most frequent training answer to the question. A model that sees does better)"
         )
 

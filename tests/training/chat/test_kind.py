@@ -69,6 +69,17 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
         fit(vlm_config(folder, "routed", {"learning_rate": 1e-2}, routing=GAMMA), progress=False)
 
 
+def test_a_score_of_one_kind_of_question_is_said_once() -> None:
+    one = EvalResult({"all": 43 / 0.6}, {"all": 60}, prior={"all": 25.0})
+    assert str(one) == "answers right 71.67 % of 60"
+    assert one.baseline.startswith("language-only prior 25.00 % (right answers without looking")
+    two = EvalResult(
+        {"read": 60.0, "count": 80.0}, {"read": 30, "count": 30}, {"layers.1": 0.5}, {"read": 20, "count": 30}
+    )
+    assert str(two).startswith("answers right 70.00 %: read 60.00 % of 30, count 80.00 % of 30, kept 0.500 of the ")
+    assert two.baseline.startswith("language-only prior 25.00 %: read 20.00 %, count 30.00 % (right")
+
+
 def test_a_run_killed_before_a_checkpoint_is_finished_goes_on_from_the_one_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
