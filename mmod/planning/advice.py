@@ -245,9 +245,13 @@ class Advice:
     @property
     def facts(self) -> list[str]:
         """What the figures are of, a sentence or two each."""
-        dense = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
+        sample = self.samples.removesuffix("s")
+        # `mmod evaluate` and studies have the time of one.
+        dense = f"The dense model takes {self.milliseconds / self.batch_size:.3g} ms per {sample}"
+        if self.batch_size > 1:
+            dense += f", {self.milliseconds:.1f} ms for {self.batch_size}"
         if self.cache is not None:
-            dense += f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average"
+            dense += f", with a KV cache of {self.cache / 2**20:.3g} MiB on average"
         if self.accuracy is not None:
             dense += f", and has {100 * self.accuracy:.1f} % {self.metric}"
         unit = "in %, " if self.measure == AGREEMENT else ""

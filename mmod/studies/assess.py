@@ -109,7 +109,7 @@ def described(table: Table) -> str:
     lines = [rows_by_seed[0].text, f"{costs.pop(_PARAMETERS) / 1e6:.4g} million parameters"]
     for sample, flops in costs.items():
         times = _by_size({size: median(ms[name]) for (of, size), ms in table.times.items() if of == sample})
-        lines.append(f"{sample}: {flops / 1e9:.4g} GFLOPs, ms {times}")
+        lines.append(f"{sample}: {flops / 1e9:.4g} GFLOPs, ms per {sample.removesuffix(_DENSE)} {times}")
     for sample in [sample for sample in costs if sample + _DENSE in costs]:
         faster = {}
         for (of, size), ms in table.times.items():

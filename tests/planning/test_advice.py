@@ -195,6 +195,15 @@ def test_a_recipe_whose_answers_often_differ_from_the_dense_models_says_so_besid
         assert "of the answers equal" not in str(advice_of(rows))
 
 
+def test_times_are_those_of_a_sample_as_in_studies_and_of_the_batch() -> None:
+    advice = advice_of([("a", 1.4, Estimate(1.0, 1.0, 1.0), None)])
+    assert "- The dense model takes 1.25 ms per image, 10.0 ms for 8.\n" in str(advice)
+    single = dataclasses.replace(advice, batch_size=1, cache=2**20, accuracy=0.5)
+    assert (
+        "- The dense model takes 10 ms per prompt, with a KV cache of 1 MiB on average, and has 50.0 % right answers.\n"
+    ) in str(single)
+
+
 def test_nothing_is_advised_where_the_dense_model_guesses() -> None:
     advice = advice_of([("gradual-0.7", 1.4, Estimate(1.0, 1.0, 1.0), Estimate(0.0, -0.01, 0.01))])
     assert advice.best is not None

@@ -230,8 +230,8 @@ def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys:
     prompts, text, image = kind_of(run_config).prompts(COUNTED)
     one = {"pixel_values": prompts["pixel_values"][:1]}
     count = flops(model, Prompt(text, image, pixels=one))
-    assert f"prompt: {count.routed / 1e9:.4g} GFLOPs, ms " in printed
-    assert f"prompt, dense: {count.dense / 1e9:.4g} GFLOPs, ms " in printed
+    assert f"prompt: {count.routed / 1e9:.4g} GFLOPs, ms per prompt " in printed
+    assert f"prompt, dense: {count.dense / 1e9:.4g} GFLOPs, ms per prompt " in printed
     assert f"prompt: {count.dense / count.routed:.3g} times fewer FLOPs than dense, times as fast: " in printed
 
 
