@@ -54,9 +54,16 @@ def _at_size(processor: Any, side: int) -> Any:
     for name in ("size", "crop_size"):
         current = dict(getattr(images, name, None) or {})
         changed = {key: side for key in ("height", "width", "shortest_edge") if current.get(key) is not None}
-        if name == "size" and not changed:
-            raise ValueError(f"model.image_size: {type(images).__name__} takes images of any size, with size={current}")
-        setattr(images, name, changed or current)
+        # The longest is a limit, of a side or of the pixels, beside which images keep their proportions.
+        if name == "size" and (not changed or current.get("longest_edge") is not None):
+            limits = {key: limit for key, limit in current.items() if limit is not None}
+            raise ValueError(
+                f"model.image_size: {type(images).__name__} takes images of any size within limits; set others by "
+                f"model.processor_args, which would be {{'size': {limits}}} now"
+            )
+        # Some crop nothing.
+        if changed:
+            setattr(images, name, changed)
     return processor
 
 

@@ -21,7 +21,7 @@ from mmod.io.refusals import one_line_errors
 from mmod.io.tensors import read_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
-from mmod.training.chat.processor import create_processor, pixel_limits_of
+from mmod.training.chat.processor import create_processor, create_word_processor, pixel_limits_of
 from mmod.training.chat.start import create_with_processor, freeze_parts, resize_images, router_parameters
 from mmod.training.command import main
 from mmod.training.kinds import estimate
@@ -271,6 +271,26 @@ def test_processors_that_limit_pixels_are_told_from_those_with_sides(
     processor.image_processor = getattr(transformers, name)(**arguments)
     limits = pixel_limits_of(processor)
     assert (limits and tuple(limits.values())) == expected
+
+
+def test_an_image_size_is_one_of_processors_with_sides(tmp_path: Path) -> None:
+    def resized(images: Any) -> Any:
+        processor = create_word_processor(image_size=24, patch_size=6)
+        processor.image_processor = images
+        processor.save_pretrained(tmp_path)
+        source = ModelConfig(config=MODEL, processor=str(tmp_path), image_size=12)
+        return create_processor(vlm_config(tmp_path, model=source))
+
+    picture = Image.new("RGB", (30, 40))
+    # One crops nothing.
+    for images in (transformers.CLIPImageProcessor(), transformers.SiglipImageProcessor()):
+        pixels = resized(images).image_processor(picture, return_tensors="pt")["pixel_values"]
+        assert pixels.shape == (1, 3, 12, 12)
+    limits = {"longest_edge": 7840, "shortest_edge": 784}
+    told = "takes images of any size within limits; set others by model.processor_args, which would be {'size': "
+    for images in (transformers.Qwen2VLImageProcessor(size=limits), transformers.Idefics2ImageProcessor(size=limits)):
+        with pytest.raises(ValueError, match=re.escape(f"model.image_size: {type(images).__name__} {told}{limits}")):
+            resized(images)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
