@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
@@ -26,8 +25,8 @@ SUMS = "sha256.json"
 # Each of these files describes a model, and stands in one folder with its weights.
 _DESCRIPTIONS = ("config.json", "mmod.json", "open_clip_config.json")
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
-# With a prefix and suffix, a checkpoint that was never finished.
-_NAME = re.compile(r"\.?step-\d{9,}-epoch-\d{5,}(\.partial)?")
+# Of the training loop, with a prefix and suffix while it is written; and of transformers' trainer.
+_CHECKPOINT = re.compile(r"\.?step-\d{9,}-epoch-\d{5,}(\.partial)?|checkpoint-\d+")
 # Weights that come with the package.
 _SHIPPED = "mmod:"
 _SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "weights"
@@ -62,8 +61,8 @@ def model_folder(path: str | Path) -> Path | None:
     path = Path(path)
     folders = [path if path.is_dir() else path.parent]
     if find_run(path) == path:
-        # Trainers of transformers number their checkpoints, and an unfinished run opens by the last.
-        folders = [path / FINAL_MODEL, *newest_first((path / CHECKPOINTS).glob("checkpoint-*"))]
+        # Checkpoints of transformers' trainer describe their model, and an unfinished run opens by the last.
+        folders = [path / FINAL_MODEL, *list_checkpoints(path / CHECKPOINTS)]
     if path.exists():
         return next((folder for folder in folders if is_described(folder)), None)
     return None
@@ -72,15 +71,6 @@ def model_folder(path: str | Path) -> Path | None:
 def is_described(folder: str | Path) -> bool:
     """Return whether a folder holds the description of a model that a host library or mmod saved."""
     return any((Path(folder) / name).is_file() for name in _DESCRIPTIONS)
-
-
-def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
-    """Return paths by the numbers in their names, the largest first."""
-    return sorted(checkpoints, key=_numbers_in, reverse=True)
-
-
-def _numbers_in(path: Path) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
@@ -94,18 +84,22 @@ def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints in a folder, newest first; other files are ignored."""
-    return newest_first(path for path in checkpoint_folders(folder) if path.name.startswith("step-"))
+    """Return the finished checkpoints in a folder, newest first."""
+    finished = []
+    for path in checkpoint_folders(folder):
+        # The loop renames what is whole; in one of the trainer, checksums are written last.
+        if path.name.startswith("step-") or (path.name.startswith("checkpoint-") and (path / SUMS).is_file()):
+            finished.append(path)
+    return sorted(finished, key=_numbers_in, reverse=True)
 
 
-def trainer_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints by transformers' trainer in a folder, finished or not, newest first."""
-    return newest_first(path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal())
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, finished or not; other files are ignored."""
+    return [path for path in folder.glob("*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
 
 
-def finished_checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints by transformers' trainer in a folder, newest first."""
-    return [path for path in trainer_checkpoints(folder) if (path / SUMS).is_file()]
+def _numbers_in(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 def find_weights(path: str | Path) -> Path:
@@ -137,8 +131,3 @@ def find_weights(path: str | Path) -> Path:
 def shards_of(file: Path) -> Path:
     """Return the folder of what would be a file if it were not sharded."""
     return file.with_suffix("")
-
-
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, finished or not."""
-    return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]

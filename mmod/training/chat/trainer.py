@@ -36,7 +36,7 @@ from mmod.io.stop import heeding
 from mmod.io.tensors import tensor_names
 from mmod.losses import auxiliary_loss
 from mmod.methods import methods_of
-from mmod.opening.runs import CHECKPOINTS, finished_checkpoints, trainer_checkpoints
+from mmod.opening.runs import CHECKPOINTS, checkpoint_folders, list_checkpoints
 from mmod.opening.transformers import hidden_bars
 from mmod.opening.weights import check_sums
 from mmod.training.chat.config import TrainConfig
@@ -180,7 +180,7 @@ class RoutedTrainer(Trainer):
         return loss
 
     def _end(self, reason: str) -> NoReturn:
-        good = next(iter(finished_checkpoints(Path(str(self.args.output_dir)))), None)
+        good = next(iter(list_checkpoints(Path(str(self.args.output_dir)))), None)
         raise FloatingPointError(
             f"{reason}; last good checkpoint: {good or 'none was written yet'}. "
             "A smaller trainer.learning_rate or max_grad_norm, or float32, may help"
@@ -274,7 +274,7 @@ class RoutedTrainer(Trainer):
         try:
             return super().train(resume_from_checkpoint, *arguments, **options)
         except Exception:
-            finished = finished_checkpoints(Path(str(self.args.output_dir)))
+            finished = list_checkpoints(Path(str(self.args.output_dir)))
             path = self.last_saved
             # A checkpoint that was finished before did not fail for want of room.
             if path is None or path in finished:
@@ -390,7 +390,7 @@ class RunCallback(TrainerCallback):
         """Show the bar, and where the run resumes; remove what a kill interrupted."""
         if args.should_save:
             folder = Path(str(args.output_dir))
-            for path in set(trainer_checkpoints(folder)) - set(finished_checkpoints(folder)):
+            for path in set(checkpoint_folders(folder)) - set(list_checkpoints(folder)):
                 # The trainer would keep it in place of a finished one.
                 shutil.rmtree(path)
         if self.progress and state.global_step:
@@ -476,5 +476,5 @@ def train_to_end(
 
 def last_checkpoint(folder: Path) -> str | None:
     """Return the newest checkpoint in a trainer's folder, after checking it; None without finished ones."""
-    newest = read_newest(finished_checkpoints(folder), check_sums)
+    newest = read_newest(list_checkpoints(folder), check_sums)
     return None if newest is None else str(newest[0])

@@ -81,9 +81,8 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
                 write_tensors(partial / name, state)
         write_sums(partial, together=True)
     if first:
-        # What killed processes left: no later save would rename it.
-        unfinished = [path for path in checkpoint_folders(folder) if "partial" in path.name]
-        for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
+        # What killed processes left too: no later save would rename it.
+        for path in set(checkpoint_folders(folder)) - set(list_checkpoints(folder)[:_KEPT]):
             shutil.rmtree(path)
     # No process may load, or save again, before the old ones are gone.
     wait_for_all()

@@ -32,7 +32,6 @@ from mmod.opening.runs import (
     LAST_WEIGHTS,
     RUN_CONFIG,
     find_run,
-    finished_checkpoints,
     list_checkpoints,
 )
 from mmod.training.engine.config import RunConfig
@@ -118,7 +117,7 @@ def told_start(config: RunConfig, world: int) -> str:
         return f"{folder}: the run has finished; its result would be read, and nothing trained"
     _check_result_is_due(config)
     check_free_of_others(folder)
-    checkpoints = [*list_checkpoints(folder / CHECKPOINTS), *finished_checkpoints(folder / CHECKPOINTS)]
+    checkpoints = list_checkpoints(folder / CHECKPOINTS)
     if not checkpoints:
         return f"{folder}: the run was stopped before its first checkpoint, and would start anew"
     # Names of both kinds begin with a word and the step.
