@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
@@ -369,3 +369,13 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
         raise
     finally:
         lock.release()
+
+
+@contextmanager
+def locked_where_possible(path: str | Path) -> Iterator[None]:
+    """Hold the lock of what saves time alone, and wait for it; without one where it cannot be written."""
+    lock = lock_of(path)
+    # In a folder that several users share, the lock may be another's.
+    is_writable = os.access(lock.parent, os.W_OK) and (not lock.exists() or os.access(lock, os.W_OK))
+    with locked(path, wait=True) if is_writable else nullcontext():
+        yield

@@ -257,6 +257,57 @@ class Store:
                 raise
 
 
+class OptionalStore:
+    """A store that saves time alone: a damaged file is made anew, and whatever else goes wrong with it ends nothing.
+
+    Args:
+        path: The file, in a folder that exists.
+        otherwise: What follows where the file cannot be used, which is said once; empty to say nothing.
+    """
+
+    def __init__(self, path: str | Path, otherwise: str = "") -> None:
+        self._path = Path(path)
+        self._otherwise = otherwise
+        self._store: Store | None = None
+        self._is_usable = True
+
+    def once(self, identity: Mapping[str, object], compute: Callable[[], object]) -> Any:
+        """Return the result of an identity, and compute it if there is none."""
+        value = self._tried(lambda store: store.get(identity))
+        if value is None:
+            value = compute()
+            self._tried(lambda store: store.put(identity, value))
+        return value
+
+    def remove(self) -> None:
+        """Remove the file, once its results are of no use any more."""
+        if self._store is not None:
+            # Where it cannot be removed, it stays as it is.
+            with suppress(OSError):
+                self._store.remove()
+
+    def _tried(self, step: Callable[[Store], Any]) -> Any:
+        if not self._is_usable:
+            return None
+        try:
+            try:
+                return step(self._opened())
+            except ValueError:
+                # Damaged.
+                self._path.unlink(missing_ok=True)
+                return step(self._opened())
+        except (OSError, RuntimeError, ValueError) as error:
+            self._is_usable = False
+            if self._otherwise:
+                say(f"{self._otherwise}: {error}")
+            return None
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = Store(self._path)
+        return self._store
+
+
 def fingerprint(*outputs: Tensor) -> str:
     """Return what stands for a model and its inputs in an identity: shapes of outputs, their size, and a weighted mean.
 

@@ -15,20 +15,21 @@ from torch import nn
 from mmod.analysis.table import DENSE, Measured, Table, compare
 from mmod.analysis.timing import Reading, ratios
 from mmod.io.jobs import Callback, Runner
-from mmod.io.store import Store
+from mmod.io.store import OptionalStore, Store
 from mmod.methods.base import methods_inside, undo_
 from mmod.model import copy_of
 from mmod.planning.candidate import Candidate
 from mmod.studies.measure import Measurer, identity_of, measured_of, times_of
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.evaluate import BatchFile, BatchStore
+from mmod.training.engine.evaluate import BatchStore
 from mmod.training.engine.kind import Kind, cost, device_of, evaluate, readings
 from mmod.training.kinds import kind_of
 
 _SAMPLES = (1, 8, 32)
 _ROUNDS = 7
 _PARAMETERS = "parameters"
+_ANEW = "If it is interrupted, the evaluation will start anew"
 # Behind the type of a sample: the model without its methods.
 _DENSE = ", dense"
 
@@ -36,8 +37,8 @@ _DENSE = ", dense"
 def assess(config: RunConfig, *, progress: bool = True) -> Table:
     """Evaluate the model that a run would start from, routed or not, and measure its costs: a comparison of one.
 
-    While it runs, the folder `.evaluate` of the config's output keeps what is computed of each batch, from which an
-    interrupted evaluation goes on. In the end nothing is left of it.
+    While it runs, a hidden file in the config's output, or in the nearest folder above it that exists, keeps what is
+    computed of each batch, from which an interrupted evaluation goes on. In the end nothing is left of it.
 
     The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text", "window" or "prompt"; of
     a changed model, "image, dense" and the like are those of the model without its methods.
@@ -65,8 +66,10 @@ def _batches_of(config: RunConfig) -> Iterator[BatchStore]:
     identity = {"work": "evaluated batches", **identity_of(config), "device": device}
     # Evaluations of one run on several sets may go on at once: each has a file of its own.
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    # Hidden: what is interrupted there keeps no run out of the folder.
-    file = BatchFile(Path(config.output) / ".evaluate" / f"{name[:8]}.jsonl")
+    output = Path(config.output).absolute()
+    # In a folder that exists, so that none is left; hidden, so that it keeps no run out of the folder.
+    folder = next(place for place in (output, *output.parents) if place.is_dir())
+    file = OptionalStore(folder / f".evaluate-{name[:8]}.jsonl", _ANEW)
     yield BatchStore(file, identity)
     file.remove()
 

@@ -16,12 +16,12 @@ from torch import nn
 from mmod import Prompt, flops, open_model, route_, save_pretrained
 from mmod.analysis.table import DENSE
 from mmod.data.loader import image_stream
-from mmod.io.store import Store
+from mmod.io.store import OptionalStore, Store
 from mmod.studies import commands
 from mmod.studies.assess import assess, described
 from mmod.training import evaluate, fit
 from mmod.training.command import parse_run
-from mmod.training.engine.evaluate import BatchFile, BatchStore
+from mmod.training.engine.evaluate import BatchStore
 from mmod.training.engine.kind import COUNTED, seed_draws
 from mmod.training.engine.start import create_models
 from mmod.training.image import evaluate as image_evaluate
@@ -95,7 +95,7 @@ def test_an_evaluation_that_was_killed_goes_on_behind_its_batches(
     result = fit(config(tmp_path), progress=False).evaluation
     assert run_processes(_evaluate_until_killed, run, words, 3) == [-signal.SIGKILL]
     assert run_processes(_evaluate_until_killed, run, ["--data.batch_size=32"], 1) == [-signal.SIGKILL]
-    assert len(list((run / ".evaluate").glob("*.jsonl"))) == 2
+    assert len(list(run.glob(".evaluate-*.jsonl"))) == 2
     passes = _count_passes(monkeypatch)
     # Another seed evaluates the same, and is another config.
     commands.evaluate([str(run), *words, "--seed", "1"])
@@ -106,7 +106,7 @@ def test_an_evaluation_that_was_killed_goes_on_behind_its_batches(
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("top-1"))
     assert first == second == str(result)
     # That of the other interrupted evaluation stays, and nothing else.
-    assert len(list((run / ".evaluate").glob("[!.]*"))) == 1
+    assert len(list(run.glob(".evaluate-*"))) == 1
 
 
 def test_an_interrupted_evaluation_reads_no_batch_of_other_data_or_weights(
@@ -115,7 +115,7 @@ def test_an_interrupted_evaluation_reads_no_batch_of_other_data_or_weights(
     run_config = config(tmp_path)
     model = create_models(ImageKind(run_config))[0].eval()
     stream = image_stream(run_config.data)
-    store = BatchStore(BatchFile(tmp_path / "store.jsonl"), {"model": 0})
+    store = BatchStore(OptionalStore(tmp_path / "store.jsonl"), {"model": 0})
     passes = _count_passes(monkeypatch)
     expected = image_evaluate.evaluate_set(model, stream, torch.device("cpu"), store=store).result
     assert passes == [64]
@@ -149,16 +149,22 @@ def test_an_evaluation_leaves_no_folder_of_its_config_though_it_was_interrupted(
     start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
     started = config(tmp_path, model=start, output=str(tmp_path / "new" / "folder"))
 
+    put = Store.put
+
     def interrupted(*args: Any) -> None:
+        put(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             assess(started, progress=False)
-    assert list((tmp_path / "new" / "folder" / ".evaluate").glob("*.jsonl"))
+    # The nearest folder that exists has the file.
+    assert list(tmp_path.glob(".evaluate-*.jsonl"))
+    before = {path.name for path in tmp_path.iterdir() if "evaluate" not in path.name}
     assess(started, progress=False)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert "new" not in before
 
 
 def _damage(file: Path) -> None:
@@ -182,29 +188,30 @@ def test_nothing_that_happens_to_its_file_ends_an_evaluation(
     harm: Callable[[Path], None], is_open: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "folder" / "batches.jsonl"
-    store = BatchStore(BatchFile(file), {})
+    file.parent.mkdir()
+    store = BatchStore(OptionalStore(file, "said"), {})
     assert store.once("one", lambda: 1) == 1
     harm(file)
     if not is_open:
-        store = BatchStore(BatchFile(file), {})
+        store = BatchStore(OptionalStore(file, "said"), {})
     for part in ("a", "b"):
         for batch in ("one", "two"):
             assert store.of(part).once(batch, lambda: 2) == 2
     store.file.remove()
-    # Once, whatever goes wrong later.
-    (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith("If it is interrupted, the evaluation will start anew: ")
+    # Once, whatever goes wrong later; a damaged file is made anew.
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in said] == ["said"] * (harm is not _damage)
 
 
 def test_of_two_equal_evaluations_the_first_ends_and_the_other_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = (BatchStore(BatchFile(tmp_path / "new" / "batches.jsonl"), {}) for _ in range(2))
+    first, second = (BatchStore(OptionalStore(tmp_path / "batches.jsonl", "said"), {}) for _ in range(2))
     assert [store.once("one", lambda: 1) for store in (first, second)] == [1, 1]
     first.file.remove()
     assert not list(tmp_path.iterdir())
     assert second.once("two", lambda: 2) == 2
-    resumed = BatchStore(BatchFile(tmp_path / "new" / "batches.jsonl"), {})
+    resumed = BatchStore(OptionalStore(tmp_path / "batches.jsonl", "said"), {})
     assert resumed.once("two", lambda: 3) == 2
     second.file.remove()
     resumed.file.remove()
@@ -218,7 +225,7 @@ def test_an_evaluation_needs_no_folder_of_its_config(tmp_path: Path, capsys: pyt
     (tmp_path / "file").write_text("")
     table = assess(config(tmp_path, model=start, output=str(tmp_path / "file")), progress=False)
     assert table.runs[DENSE][0].text == str(result)
-    assert "the evaluation will start anew" in capsys.readouterr().out
+    assert not capsys.readouterr().out
 
 
 def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

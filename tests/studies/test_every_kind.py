@@ -14,7 +14,7 @@ import yaml
 import mmod
 from mmod.analysis.table import DENSE
 from mmod.config.parse import named_kind, read_config
-from mmod.io.store import Store
+from mmod.io.store import OptionalStore, Store
 from mmod.io.yaml import read_yaml
 from mmod.planning.candidate import PlanOptions
 from mmod.studies import commands
@@ -22,7 +22,7 @@ from mmod.studies.assess import assess
 from mmod.studies.kind import study_kind
 from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.runs import Run
-from mmod.training.engine.evaluate import BatchFile, BatchStore, RoutedResult
+from mmod.training.engine.evaluate import BatchStore, RoutedResult
 from mmod.training.engine.kind import Step, evaluate, load
 from mmod.training.kinds import KINDS, all_configs, config_class, fit, kind_of
 from tests.kit.chat_configs import vlm_config
@@ -84,7 +84,7 @@ def test_a_run_is_evaluated_and_planned_as_it_was_trained(
         assert shown == pytest.approx(result.columns()[figure], abs=1e-4)
 
     # What is stored of each batch needs no model.
-    batches = BatchStore(BatchFile(tmp_path / "batches.jsonl"), {})
+    batches = BatchStore(OptionalStore(tmp_path / "batches.jsonl"), {})
     assert evaluate(kind_of(done), load(kind_of(done)), store=batches).result == result
     silent = load(kind_of(done))
     with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +23,9 @@ from mmod.data.readers.chat import ChatCollator, PlainTokens
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ConversationsConfig, open_conversations
 from mmod.data.readers.images import identify_image
 from mmod.data.records import IMAGE, Message
-from mmod.io.files import locked
+from mmod.io.files import locked_where_possible
 from mmod.io.progress import progress_bar
-from mmod.io.store import Store
+from mmod.io.store import OptionalStore
 
 # In the folder of the data, whose names do not begin so.
 _KEPT = ".conversations.jsonl"
@@ -101,32 +102,12 @@ def _foreign_tokens(chats: ChatDataset, processor: Any) -> dict[int, str]:
 
 def _kept_check(chats: ChatDataset, collator: ChatCollator, folder: Path, progress: bool) -> dict[int, str]:
     """Return the faults of encoding; those of a long check are kept in the folder if it exists and can be written."""
-    if len(chats) < _WORTH_KEEPING:
+    if len(chats) < _WORTH_KEEPING or not folder.is_dir():
         return _check(chats, collator, progress)
-    path = folder / _KEPT
-    # In a folder that several users share, the files may be another's.
-    files = [file for file in (path, folder / ".conversations.lock") if file.exists()]
-    is_writable = all(os.access(file, os.W_OK) for file in (folder, *files))
-    identity = _identity(chats, collator)
-    # One process of a node checks, and the others read its result.
-    lock = locked(folder / "conversations", wait=True) if is_writable else contextlib.nullcontext()
-    with lock:
-        try:
-            store = Store(path)
-        except (OSError, ValueError):
-            # It saves time only, so a damaged one is made anew, in memory where it cannot be removed.
-            if is_writable:
-                path.unlink(missing_ok=True)
-                store = Store(path)
-            else:
-                store = Store(None)
-        faults = store.get(identity)
-        if faults is None:
-            faults = _check(chats, collator, progress)
-            if is_writable:
-                # Nor is a full folder an error.
-                with contextlib.suppress(OSError):
-                    store.put(identity, faults)
+    # One process of a node checks, which may take hours, and the others read its result.
+    with locked_where_possible(folder / "conversations"):
+        check = partial(_check, chats, collator, progress)
+        faults = OptionalStore(folder / _KEPT).once(_identity(chats, collator), check)
     return {int(number): str(reason) for number, reason in faults.items()}
 
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.io.files import locked, parse_json, replacing
+from mmod.io.files import locked, locked_where_possible, parse_json, replacing
 from mmod.io.progress import progress_bar
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles, check_drivers, is_remote
 
@@ -191,12 +191,10 @@ def _copy_path(url: str, folder: str) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock where one can be written; a read-only folder keeps no index either."""
+    """Hold the lock of an index, for which a folder is made."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    is_writable = os.access(path.parent, os.W_OK)
-    lock = locked(path, wait=True) if is_writable else nullcontext()
-    with lock:
+    with locked_where_possible(path):
         yield
 
 

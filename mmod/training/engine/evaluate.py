@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -19,8 +18,8 @@ from mmod.analysis.modes import in_mode
 from mmod.blocks import deciding_modules
 from mmod.data.stream import BatchStream
 from mmod.io.processes import gathered
-from mmod.io.progress import progress_bar, say
-from mmod.io.store import Store, checksum
+from mmod.io.progress import progress_bar
+from mmod.io.store import OptionalStore, Store, checksum
 from mmod.routing import Routing
 from mmod.training.engine.task import Batch, to_device
 
@@ -79,57 +78,6 @@ class Evaluated(NamedTuple):
     outcomes: Mapping[str, np.ndarray] = {}
 
 
-class BatchFile:
-    """A file of what was computed of batches, which an evaluation can do without.
-
-    Whatever goes wrong with it ends no evaluation: it is said once, and the evaluation goes on without the file.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._store: Store | None = None
-        self._is_usable = True
-        # How many folders were made for the file, its own and those above.
-        self._folders = 1
-
-    def get(self, identity: Mapping[str, object]) -> Any:
-        """Return what the file holds; None for nothing."""
-        return self._tried(lambda: self._opened().get(identity))
-
-    def put(self, identity: Mapping[str, object], value: object) -> None:
-        """Write a value into the file."""
-        self._tried(lambda: self._opened().put(identity, value))
-
-    def remove(self) -> None:
-        """Remove the file, and the folders that were made for it, unless they hold something else."""
-        if self._store is None:
-            return
-        # Where an equal evaluation has ended, or nothing can be removed, it stays as it is.
-        with suppress(OSError):
-            self._store.remove()
-            for place in list(self._path.parents)[: self._folders]:
-                place.rmdir()
-
-    def _opened(self) -> Store:
-        # An equal evaluation that ended has removed the file: the other goes on with a new one.
-        if self._store is None or not self._path.exists():
-            missing = sum(1 for place in self._path.parents if not place.exists())
-            self._store = Store(self._path)
-            # Those that an interrupted evaluation has made are there.
-            self._folders = self._store.once({"work": "folders made"}, lambda: max(self._folders, missing))
-        return self._store
-
-    def _tried(self, step: Callable[[], Any]) -> Any:
-        if not self._is_usable:
-            return None
-        try:
-            return step()
-        except (OSError, RuntimeError, ValueError) as error:
-            self._is_usable = False
-            say(f"If it is interrupted, the evaluation will start anew: {error}")
-            return None
-
-
 @dataclasses.dataclass(frozen=True)
 class BatchStore:
     """What was computed of each batch, in a file: an evaluation that was interrupted goes on behind these batches.
@@ -139,7 +87,7 @@ class BatchStore:
         identity: Stands for the model, and for what is computed.
     """
 
-    file: BatchFile
+    file: OptionalStore
     identity: Mapping[str, object]
 
     def of(self, part: str) -> BatchStore:
@@ -148,12 +96,7 @@ class BatchStore:
 
     def once(self, batch: object, compute: Callable[[], object]) -> Any:
         """Return what the file holds of a batch, and compute it if there is nothing."""
-        identity = {**self.identity, "batch": checksum(batch)}
-        value = self.file.get(identity)
-        if value is None:
-            value = compute()
-            self.file.put(identity, value)
-        return value
+        return self.file.once({**self.identity, "batch": checksum(batch)}, compute)
 
 
 def read_rows(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import transformers
@@ -17,6 +20,7 @@ from mmod.data.readers import lengths
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ConversationsConfig, open_conversations
 from mmod.data.readers.lengths import open_checked
+from mmod.io.store import Store
 from mmod.training import fit
 from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.processor import create_word_processor
@@ -238,7 +242,10 @@ def test_a_long_check_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "_WORTH_KEEPING", 1)
-    monkeypatch.setattr(lengths.os, "access", lambda *_: False)
+    # As the system refuses it, which a superuser does not meet.
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    refused = PermissionError(errno.EACCES, "denied", str(tmp_path))
+    monkeypatch.setattr(Store, "_write", Mock(side_effect=refused))
     path = tmp_path / "all.json"
     path.write_text(json.dumps([record(random.Random(1), tmp_path, key) for key in range(9)]))
     before = sorted(tmp_path.iterdir())
