@@ -83,7 +83,7 @@ def _fuses(x_BND: Tensor, norm: nn.Module) -> bool:
     # Under autocast a norm returns fp32, the op the dtype of its rows.
     if not isinstance(norm, FusedNorm) or autocasts(x_BND):
         return False
-    return backend.choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not None
+    return backend.choose("gather_norm", x_BND) is not None
 
 
 def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:

@@ -271,10 +271,15 @@ _kernel = functools.partial(Kernel, how="a kernel", why="not yet measured; reaso
 
 
 @op(
-    Kernel(_unit_by_kernel, "a kernel", "not yet measured; reason: one launch, one read", limits={"channels": 4096}),
+    Kernel(
+        _unit_by_kernel,
+        "a kernel",
+        "not yet measured; reason: one launch, one read",
+        takes=lambda x_BND, channels: channels <= 4096,
+        where="channels <= 4096",
+    ),
     how="torch's product, sum and norm",
     name="unit_rows",
-    facts=lambda x_BND, channels: {"channels": channels},
 )
 def _unit_rows(x_BND: Tensor, channels: int) -> Tensor:
     sums_BNE = signed_sums(x_BND, channels)

@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch.library import CustomOpDef
 
 from mmod.values import one_of, refuse_unknown
@@ -51,8 +50,7 @@ class Kernel(NamedTuple):
         why: The measurement or the reason why AUTO prefers it.
         backend: The backend that it needs.
         dtypes: Supported dtypes; None means all.
-        limits: Upper bounds of facts about the inputs, such as a head dimension; 0 excludes a feature.
-        when: Further condition on the op's main input and facts, or None.
+        takes: Returns whether it supports the arguments of a call; None for all arguments.
         where: That condition in words.
         auto: Dtypes for which AUTO takes it; None means all supported ones.
         compiled: Whether AUTO takes it inside compiled graphs too.
@@ -63,8 +61,7 @@ class Kernel(NamedTuple):
     why: str = ""
     backend: Backend = Backend.TRITON
     dtypes: tuple[torch.dtype, ...] | None = FLOAT
-    limits: Mapping[str, int] = {}
-    when: Callable[[Tensor, Mapping[str, int]], bool] | None = None
+    takes: Callable[..., bool] | None = None
     where: str = ""
     auto: tuple[torch.dtype, ...] | None = None
     compiled: bool = True
@@ -92,16 +89,13 @@ FLOPS: dict[str, Callable[..., int]] = {}
 forced: Mapping[str, Backend] = {}
 
 
-def op(
-    *kernels: Kernel, how: str, name: str = "", facts: Callable[..., Mapping[str, int]] | None = None
-) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+def op(*kernels: Kernel, how: str, name: str = "") -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """Decorate the definition of an op, so that a kernel runs instead where one is chosen.
 
     Args:
         kernels: In order of preference.
         how: How the definition computes the op, in words.
         name: Name of the op; by default that of the function.
-        facts: From the op's arguments to the facts that bound its kernels, see `Kernel.limits`.
 
     Raises:
         ValueError: The name is taken.
@@ -115,19 +109,10 @@ def op(
 
         @functools.wraps(definition)
         def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-            # The first argument of every op is the tensor whose device and dtype decide.
-            main: Any
-            if args:
-                main = args[0]
-            else:
-                main = next(iter(kwargs.values()))
             # The common case on a CPU, where a small op takes less time than a choice among kernels.
-            if not forced and main.is_cpu:
+            if args and not forced and args[0].is_cpu:  # type: ignore[attr-defined]
                 return definition(*args, **kwargs)
-            known: Mapping[str, int] = {}
-            if facts is not None:
-                known = facts(*args, **kwargs)
-            kernel = choose(key, main, **known)
+            kernel = choose(key, *args, **kwargs)
             if kernel is None:
                 return definition(*args, **kwargs)
             return kernel.run(*args, **kwargs)
@@ -246,13 +231,13 @@ def _forcing(backends: Mapping[str, Backend]) -> Iterator[None]:
         forced = previous
 
 
-def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
+def choose(name: str, /, *args: Any, **kwargs: Any) -> Kernel | None:
     """Return the kernel of an op that runs, or None for its definition in torch operations.
 
     Args:
         name: Name of the op.
-        tensor: Its main input, for device and dtype.
-        facts: Other properties of the inputs, by the names in `Kernel.limits`.
+        args: Its arguments, of which the first is the tensor whose device and dtype decide.
+        kwargs: Its arguments by name.
 
     Returns:
         The first kernel of the forced backend, see `use`, that supports the inputs; without one, the first on CUDA
@@ -269,28 +254,36 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
     if backend is Backend.TORCH:
         return None
     if backend is Backend.AUTO:
-        return _automatic(entry, tensor, facts)
+        return _automatic(entry, args, kwargs)
     reasons = []
     for kernel in entry.of(backend):
-        reason = _refusal(kernel, tensor, facts)
+        reason = _refusal(kernel, args, kwargs)
         if reason is None:
             return kernel
         reasons.append(reason)
     able = []
     for other in entry.backends[1:]:
-        if any(_refusal(kernel, tensor, facts) is None for kernel in entry.of(other)):
+        if any(_refusal(kernel, args, kwargs) is None for kernel in entry.of(other)):
             able.append(other)
     others = _alternatives([Backend.TORCH, *able])
     raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {others}")
 
 
-def _automatic(entry: Op, tensor: Tensor, facts: Mapping[str, int]) -> Kernel | None:
+def _main(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first argument of an op: the tensor whose device and dtype decide."""
+    if args:
+        return args[0]
+    return next(iter(kwargs.values()))
+
+
+def _automatic(entry: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kernel | None:
     """Return the kernel that AUTO takes, or None for the definition."""
+    tensor = _main(args, kwargs)
     # Exported programs must run without this library, and kernels have no rules for torch.func transforms.
     if not tensor.is_cuda or exporting() or transforming():
         return None
     for kernel in entry.kernels:
-        if _preferred(kernel, tensor.dtype) and _refusal(kernel, tensor, facts) is None:
+        if _preferred(kernel, tensor.dtype) and _refusal(kernel, args, kwargs) is None:
             return kernel
     return None
 
@@ -302,16 +295,14 @@ def _preferred(kernel: Kernel, dtype: torch.dtype) -> bool:
     return kernel.compiled or not torch.compiler.is_compiling()
 
 
-def _refusal(kernel: Kernel, tensor: Tensor, facts: Mapping[str, int]) -> str | None:
+def _refusal(kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return why a kernel does not support these inputs, or None if it does."""
+    tensor = _main(args, kwargs)
     reason = _machine_refusal(kernel, tensor.device, tensor.dtype)
     if reason is not None:
         return reason
-    for fact, limit in kernel.limits.items():
-        if facts.get(fact, 0) > limit:
-            return f"it takes {fact} up to {limit}, not {facts[fact]}"
-    if kernel.when is not None and not kernel.when(tensor, facts):
-        return f"it needs {kernel.where}"
+    if kernel.takes is not None and not kernel.takes(*args, **kwargs):
+        return f"it needs {kernel.where}, got inputs of shape {tuple(tensor.shape)}"
     return None
 
 
@@ -389,27 +380,15 @@ def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> s
             refusal = _machine_refusal(kernel, device, dtype)
             if refusal is not None:
                 why = f"not taken: {refusal}"
+            conditions = [kernel.where] if kernel.where else []
+            if not kernel.compiled:
+                conditions.append("not compiled")
             where = ""
-            conditions = _conditions(kernel)
             if conditions:
                 where = f" where {', '.join(conditions)}"
             lines.append(f"{name}: {kernel.backend.value}{where} ({why})")
         lines.append(f"{name}: torch ({entry.how})")
     return "\n".join(lines)
-
-
-def _conditions(kernel: Kernel) -> list[str]:
-    conditions = []
-    for fact, limit in kernel.limits.items():
-        if limit:
-            conditions.append(f"{fact} <= {limit}")
-        else:
-            conditions.append(f"no {fact}")
-    if kernel.when:
-        conditions.append(kernel.where)
-    if not kernel.compiled:
-        conditions.append("not compiled")
-    return conditions
 
 
 def _alternatives(backends: list[Backend]) -> str:

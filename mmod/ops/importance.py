@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from mmod.ops.intercept import SDPA
 from mmod.ops.shared_map import attend_and_sum, flops_of_scores
 from mmod.ops.tiles import Tile, cut_map, hide_later
 from mmod.ops.views import Views, count_views
+
+# Channels of a head that kernels take at most.
+_WIDEST = 128
 
 
 def attention_importance(
@@ -315,7 +318,7 @@ def _with_kernels(
     _, heads, tokens, _ = q_BHNE.shape
     visible_BN = None
     if mask is not None:
-        # A mask of keys is the same for all heads and queries, see `_facts`.
+        # A mask of keys is the same for all heads and queries, see `_fits_own`.
         visible_BN = mask[:, 0, 0].expand(q_BHNE.shape[0], -1)
     if fused:
         out, lse_BHN = attend_fused(q_BHNE, k_BHNE, v_BHNE, is_causal, scale)
@@ -337,28 +340,20 @@ def _with_kernels(
     return out, _mean(total_BN, heads, tokens, valid_BN)
 
 
-def _facts(
-    q_BHNE: Tensor,
-    k_BHNE: Tensor,
-    v_BHNE: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float,
-    valid_BN: Tensor | None,
-    per_viewer: bool,
-) -> dict[str, int]:
-    of_keys = False
-    if mask is not None and mask.dtype == torch.bool:
-        of_keys = mask.ndim == 4 and mask.shape[1:3] == (1, 1)
-    return {
-        "head_dim": q_BHNE.shape[-1],
-        "dropout": int(dropout > 0),
-        "mask": int(mask is not None),
-        "mask_of_pairs": int(mask is not None and not of_keys),
-        "grouped_queries": int(is_grouped(q_BHNE, k_BHNE)),
-        "other_lengths": int(not _alike(q_BHNE, k_BHNE, v_BHNE)),
-    }
+def _fits_fused(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, *_: Any) -> bool:
+    """Return whether torch's fused attention on a GPU takes these inputs, and the kernel that sums columns."""
+    width = q_BHNE.shape[-1]
+    fits = q_BHNE.is_cuda and width <= _WIDEST and width % 8 == 0
+    alike = _alike(q_BHNE, k_BHNE, v_BHNE) and not is_grouped(q_BHNE, k_BHNE)
+    return fits and alike and mask is None and not dropout
+
+
+def _fits_own(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, *_: Any) -> bool:
+    """Return whether our own kernel of attention takes these inputs."""
+    of_pairs = False
+    if mask is not None:
+        of_pairs = mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1)
+    return q_BHNE.shape[-1] <= _WIDEST and not dropout and not of_pairs
 
 
 def _with_shared_map(
@@ -385,18 +380,17 @@ _kernel = partial(Kernel, why="not yet measured; reason: probabilities stay on c
     _kernel(
         partial(_with_kernels, fused=True),
         "torch's fused attention, which returns log-sum-exps, and a kernel that sums columns",
-        limits={"head_dim": 128, "dropout": 0, "mask": 0, "other_lengths": 0, "grouped_queries": 0},
-        when=lambda q_BHNE, facts: q_BHNE.is_cuda and facts["head_dim"] % 8 == 0,
-        where="a GPU and head_dim divisible by 8",
+        takes=_fits_fused,
+        where="a GPU, head_dim <= 128 and divisible by 8, keys and values like queries, no mask, no dropout",
     ),
     _kernel(
         partial(_with_kernels, fused=False),
         "a kernel that attends, and one that sums columns",
-        limits={"head_dim": 128, "dropout": 0, "mask_of_pairs": 0},
+        takes=_fits_own,
+        where="head_dim <= 128, no mask of pairs, no dropout",
     ),
     how="fused attention, and the map again in tiles; on a CPU in fp32 one map in tiles for output and importance",
     name="attention_with_importance",
-    facts=_facts,
 )
 def _attend(
     q_BHNE: Tensor,

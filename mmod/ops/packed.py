@@ -370,17 +370,11 @@ def _padded(
     return out_BHKE.transpose(1, 2).flatten(0, 1).index_select(0, slot_T)
 
 
-def _facts(
-    q_THE: Tensor,
-    k_THE: Tensor,
-    v_THE: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout: float,
-    is_causal: bool,
-    scale: float,
-) -> dict[str, int]:
-    return {"head_dim": q_THE.shape[-1], "dropout": int(dropout > 0)}
+def _is_small(
+    width: int, q_THE: Tensor, k: Tensor, v: Tensor, start: Tensor, longest: int, dropout: float, *_: Any
+) -> bool:
+    """Return whether heads have at most so many channels, and nothing is dropped."""
+    return q_THE.shape[-1] <= width and not dropout
 
 
 @op(
@@ -388,20 +382,21 @@ def _facts(
         lambda q, k, v, start, longest, dropout, *options: attend_rows(q, k, v, start, longest, None, *options)[0],
         "a variable-length kernel",
         "torch's variable-length kernel takes half precision only",
-        limits={"head_dim": 128, "dropout": 0},
+        takes=partial(_is_small, 128),
+        where="head_dim <= 128, no dropout",
         auto=(torch.float32,),
     ),
     Kernel(
         _by_xformers,
         "the attention of xformers",
         backend=Backend.XFORMERS,
-        limits={"head_dim": 256, "dropout": 0},
+        takes=partial(_is_small, 256),
+        where="head_dim <= 256, no dropout",
         auto=(),
     ),
     how="padding and a mask of keys; torch's varlen_attn on CUDA in half precision; a call of fused attention for each "
     f"image on a CPU, from {ROWS_WORTH_A_CALL} rows an image on",
     name="packed_attention",
-    facts=_facts,
 )
 def _attend(
     q_THE: Tensor,

@@ -158,10 +158,10 @@ def _by_kernel(
         "a kernel",
         "not yet measured; reason: one launch instead of six, which small batches outside graphs may not repay",
         # The longest sequence whose sort keys fit in one program.
-        limits={"tokens": 8192},
+        takes=lambda score_BN, *_, **__: score_BN.shape[1] <= 8192,
+        where="tokens <= 8192",
     ),
     how="a stable sort by score, and a sort of the kept indices",
-    facts=lambda score_BN, *_, **__: {"tokens": score_BN.shape[1]},
 )
 def select_topk(
     score_BN: Tensor,
