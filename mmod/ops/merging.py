@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmod.ops.backend import Kernel, kernel_op, op, transforming
-from mmod.ops.rows import flat_rows
+from mmod.ops.rows import flat_rows, take_rows
 
 
 def held_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
@@ -68,8 +68,7 @@ def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:
 
 def _spread(update_BKD: Tensor, slot_BN: Tensor, all_join: bool) -> Tensor:
     """Return the update of each row's slot, zeros for rows without one (B, N, D)."""
-    index = _flat(slot_BN, update_BKD.shape[1], all_join)
-    added_BND = update_BKD.flatten(0, 1).index_select(0, index).view(*slot_BN.shape, update_BKD.shape[2])
+    added_BND = take_rows(update_BKD, slot_BN, _flat(slot_BN, update_BKD.shape[1], all_join))
     if all_join:
         return added_BND
     return torch.where((slot_BN >= 0).unsqueeze(-1), added_BND, 0.0)
@@ -171,7 +170,7 @@ def size_groups(
         where="tokens <= 4096",
         why="not yet measured; reason: one launch instead of eight",
     ),
-    how="torch's scatter_add",
+    how="torch's index_add",
 )
 def mean_rows(
     x_BND: Tensor, slot_BN: Tensor, size_BK: Tensor, weight_BN: Tensor | None = None, *, all_join: bool = False
@@ -197,16 +196,19 @@ def mean_rows(
         rows_BND = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0)
         # An empty group has a sum of zeros, which no size may divide by 0.
         size_BK = size_BK.clamp(min=1)
-    # Torch adds rows where the index is expanded over channels, element by element where it is not flat.
-    index = _flat(slot_BN, slots, all_join).unsqueeze(-1).expand(-1, x_BND.shape[2])
-    total = x_BND.new_zeros(images * slots, x_BND.shape[2])
-    rows = rows_BND.flatten(0, 1)
+    index = _flat(slot_BN, slots, all_join)
+    # All rows as those of one image, which needs no view of a single one.
+    total = x_BND.new_zeros(1, images * slots, x_BND.shape[2])
+    if images != 1:
+        rows_BND = rows_BND.flatten(0, 1).unsqueeze(0)
     if transforming():
         # Transforms have no rule for a tensor that becomes a batch in place.
-        total = total.scatter_add(0, index, rows)
+        total = total.index_add(1, index, rows_BND)
     else:
-        total.scatter_add_(0, index, rows)
-    return total.view(images, slots, x_BND.shape[2]).div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
+        total.index_add_(1, index, rows_BND)
+    if images != 1:
+        total = total.view(images, slots, x_BND.shape[2])
+    return total.div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
 
 
 @op(
