@@ -172,7 +172,7 @@ class Rows:
     def shrinks(self) -> bool:
         """Whether there are fewer rows than tokens, and empty ones only where the rows stand for groups."""
         fills = self.routing.kept.valid_BK is None or self.routing.joined.slot_BN is not None
-        return fills and self.slots < self.x_BND.shape[1]
+        return fills and self.routing.kept.index_BK.shape[1] < self.x_BND.shape[1]
 
     def follow(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of the next block's decision, from the rows after the block before."""
