@@ -117,9 +117,9 @@ def _one() -> Tensor:
 
 
 @_made_once
-def _hide_later(rows: int) -> Tensor:
-    """Return what pushes the cosine to a row itself and to later rows below -1 (rows, rows)."""
-    return torch.full((rows, rows), -4.0, device="cpu").triu()
+def _hide_later(rows: int, columns: int) -> Tensor:
+    """Return what pushes the cosine of the last rows to themselves and to later rows below -1 (rows, columns)."""
+    return torch.full((rows, columns), -4.0, device="cpu").triu(columns - rows)
 
 
 def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
@@ -186,23 +186,20 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     worthwhile = products >> 22
     count = max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile))
     height = min(tile.queries, math.ceil(tokens / count))
+    hidden = _hide_later(height, tokens)
     best = []
     for part_BNE in _parts(unit_BNE, tile.images):
         best_of_rows = []
         for start in range(0, tokens, height):
-            stop = min(start + height, tokens)
-            rows = part_BNE
-            before = part_BNE
+            rows = before = part_BNE
+            later = hidden
             if height < tokens:
+                stop = min(start + height, tokens)
                 rows = part_BNE[:, start:stop]
                 before = part_BNE[:, :stop]
-            alike = torch.bmm(rows, before.transpose(1, 2))
-            among_themselves = alike
-            if start:
-                # All columns before the tile's own are of earlier rows.
-                among_themselves = alike[..., start:]
-            # In place: `alike` is a new tensor, and its diagonal tile a view of it.
-            among_themselves.add_(_hide_later(stop - start))
+                # The last columns are the tile's own rows, and all others are earlier ones.
+                later = hidden[start - stop :, tokens - stop :]
+            alike = torch.baddbmm(later, rows, before.transpose(1, 2))
             best_of_rows.append(alike.amax(dim=-1))
         best.append(_whole(best_of_rows, dim=1))
     # A row without an earlier one is as far from others as can be, and so is the prefix, which takes its score.
