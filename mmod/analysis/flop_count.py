@@ -441,7 +441,7 @@ def _fix_shares(deciding: Mapping[str, Deciding], kept: Shares, free: int = 0) -
     if kept is not None and not isinstance(kept, Trace) and not by_data:
         raise ValueError(
             "leave kept out: it is for models that decide by a threshold, whose cost follows from the data; this one's "
-            "follows from its config. A trace of any model may stand in its place: kept=decisions"
+            "follows from its config. Only a trace, kept=decisions, may be passed with any model"
         )
     if not by_data:
         return {}
