@@ -122,7 +122,9 @@ def compare(
 ) -> Iterator[AnyJob]:
     """Do jobs, each with a candidate, a seed and perhaps a part of the samples, and yield it once its rows are there.
 
-    A stopped comparison resumes if `measure` keeps rows in a store, see `measured_once`, or in the folder of a run.
+    A stopped comparison resumes if `measure` keeps rows in a store, see `measured_once`, or in the folder of a run. The
+    jobs of candidates that a training config describes are those of a `mmod.studies.runs.Comparison`; others are models
+    in memory, of which the rows so far may decide who is measured next.
 
     Args:
         table: Gets the rows of every job.

@@ -6,10 +6,9 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,12 +24,12 @@ from mmod.analysis.tracing import trace
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE, prior_of
-from mmod.methods.route import is_routed
-from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
+from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache, prompt_flops
+from mmod.training.engine.kind import readings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,95 +60,90 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class ChatStudy(StudyKind):
-    """A study of LLaVA-style models of transformers."""
+def _describe(study: Study) -> Facts:
+    """Return percent right for the answer that is most frequent in training, by type of question."""
+    data = (study.comparison.train or study.dense).data
+    train = open_conversations(str(data.train), data)
+    val = open_conversations(str(data.val), data)
+    prior = prior_of(train.turns(), val.turns(last=True))
+    return {"prior": {kind: 100 * share for kind, share in prior.items()}}
 
-    times: ClassVar = {"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")}
-    weigh: ClassVar = {RIGHT: right_answers}
 
-    def describe(self) -> Facts:
-        """Return percent right for the answer that is most frequent in training, by type of question."""
-        data = (self.comparison.train or self.dense).data
-        train = open_conversations(str(data.train), data)
-        val = open_conversations(str(data.val), data)
-        prior = prior_of(train.turns(), val.turns(last=True))
-        return {"prior": {kind: 100 * share for kind, share in prior.items()}}
-
-    def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-        """Count FLOPs and cache of reading a prompt of mean length, vision tower included."""
-        kind = ChatKind(run.training)
-        prompts, text, image = kind.prompts(self.evaluation.batch)
-        routed = dense = prompt_flops(model, prompts, text, image, rows.kept)
-        if run.training.model.image_size is not None:
-            # Shares refer to the dense model's prompts; this baseline's images are smaller, and it takes no others.
-            full = ChatKind(
-                dataclasses.replace(run.training, model=dataclasses.replace(run.training.model, image_size=None))
-            )
-            full_prompts, _, full_image = full.prompts(self.evaluation.batch)
-            dense = prompt_flops(full.prepare(weights=False), full_prompts, text, full_image, rows.kept)
-        # What image tokens add to the language model is compared with what they add in the dense one.
-        text_alone = flops(model, Prompt(text), needed_shares(model, rows.kept)).dense
-        added = routed.routed - routed.vision - text_alone
-        dense_added = dense.dense - dense.dense_vision - text_alone
-        with torch.inference_mode():
-            cache = fill_cache(model, prompts)
-        cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
-        return {
-            "gflops": routed.routed / 1e9,
-            "flops_share": routed.routed / dense.dense,
-            "image_share": added / dense_added,
-            "cache_bytes": cache_bytes // len(prompts["input_ids"]),
-        }
-
-    def draw(self, run: Run, model: nn.Module) -> dict[str, Figure]:
-        """Draw which image tokens are kept."""
-        if not is_routed(model):
-            return {}
-        kind = ChatKind(run.training)
-        figure = draw_kept(model, kind.collator, kind.chats(self.evaluation.maps))
-        return {} if figure is None else {f"maps-{run.name}": figure}
-
-    def readings(self, kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
-        """Return the prefill of a batch of prompts, and their prefill with some decoded tokens."""
-        prefill = super().readings(kind, model, size, batches)["prompt"]
-        prompts = kind.prompts(size)[0]
-        answer = partial(generate, model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
-        return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}
-
-    def derive(self, times: Mapping[str, dict[str, float]]) -> None:
-        """Add the rate of decoding within a batch."""
-        for columns in times.values():
-            # The first token comes from the prefill, which noise may make longer than the whole.
-            ms = max(columns["answer_ms"] - columns["prefill_ms"], 1e-6)
-            columns["decode_per_s"] = (_TIMED_TOKENS - 1) / (ms / 1e3)
-
-    def baselines(self, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
-        """Return the models of other series that are about as cheap as each."""
-        share = {name: table.costs[name]["flops_share"] for name in runs}
-
-        def is_baseline(other: str, name: str) -> bool:
-            is_other = runs[other].candidate.series != runs[name].candidate.series
-            return is_other and share[other] <= _AS_CHEAP * share[name]
-
-        return {"": {name: [other for other in share if is_baseline(other, name)] for name in share}}
-
-    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
-        """Say which models are significantly better, and draw right answers by type of question."""
-        prior = facts["prior"]
-        shares = {_RIGHT + kind: share for kind, share in prior.items()}
-        right = {}
-        for row in rows:
-            right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in prior}}
-        return Told(
-            rows=rows,
-            measure="right answers",
-            columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
-            axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.evaluation.batch}"},
-            parts=[significance(table, self.evaluation.score, list(runs))],
-            last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
-            pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
+def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+    """Count FLOPs and cache of reading a prompt of mean length, vision tower included."""
+    kind = ChatKind(run.training)
+    prompts, text, image = kind.prompts(study.evaluation.batch)
+    routed = dense = prompt_flops(model, prompts, text, image, rows.kept)
+    if run.training.model.image_size is not None:
+        # Shares refer to the dense model's prompts; this baseline's images are smaller, and it takes no others.
+        full = ChatKind(
+            dataclasses.replace(run.training, model=dataclasses.replace(run.training.model, image_size=None))
         )
+        full_prompts, _, full_image = full.prompts(study.evaluation.batch)
+        dense = prompt_flops(full.prepare(weights=False), full_prompts, text, full_image, rows.kept)
+    # What image tokens add to the language model is compared with what they add in the dense one.
+    text_alone = flops(model, Prompt(text), needed_shares(model, rows.kept)).dense
+    added = routed.routed - routed.vision - text_alone
+    dense_added = dense.dense - dense.dense_vision - text_alone
+    with torch.inference_mode():
+        cache = fill_cache(model, prompts)
+    cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
+    return {
+        "gflops": routed.routed / 1e9,
+        "flops_share": routed.routed / dense.dense,
+        "image_share": added / dense_added,
+        "cache_bytes": cache_bytes // len(prompts["input_ids"]),
+    }
+
+
+def _draw(study: Study, run: Run, model: nn.Module) -> Figure | None:
+    """Draw which image tokens are kept."""
+    kind = ChatKind(run.training)
+    return draw_kept(model, kind.collator, kind.chats(study.evaluation.maps))
+
+
+def _readings(kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+    """Return the prefill of a batch of prompts, and their prefill with some decoded tokens."""
+    prefill = readings(kind, model, size, batches)["prompt"]
+    prompts = kind.prompts(size)[0]
+    answer = partial(generate, model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
+    return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}
+
+
+def _rate_of_decoding(columns: Mapping[str, float]) -> dict[str, float]:
+    """Return the rate of decoding within a batch."""
+    # The first token comes from the prefill, which noise may make longer than the whole.
+    ms = max(columns["answer_ms"] - columns["prefill_ms"], 1e-6)
+    return {"decode_per_s": (_TIMED_TOKENS - 1) / (ms / 1e3)}
+
+
+def _baselines(study: Study, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
+    """Return the models of other series that are about as cheap as each."""
+    share = {name: table.costs[name]["flops_share"] for name in runs}
+
+    def is_baseline(other: str, name: str) -> bool:
+        is_other = runs[other].candidate.series != runs[name].candidate.series
+        return is_other and share[other] <= _AS_CHEAP * share[name]
+
+    return {"": {name: [other for other in share if is_baseline(other, name)] for name in share}}
+
+
+def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+    """Say which models are significantly better, and draw right answers by type of question."""
+    prior = facts["prior"]
+    shares = {_RIGHT + kind: share for kind, share in prior.items()}
+    right = {}
+    for row in rows:
+        right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in prior}}
+    return Told(
+        rows=rows,
+        measure="right answers",
+        columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
+        axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {study.evaluation.batch}"},
+        parts=[significance(table, study.evaluation.score, list(runs))],
+        last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
+        pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
+    )
 
 
 def draw_kept(model: Any, collator: ChatCollator, chats: Sequence[ChatSample]) -> Figure | None:
@@ -194,3 +188,17 @@ def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, 
     )
     axis.spines[:].set_visible(False)
     return figure
+
+
+STUDY = StudyKind(
+    times={"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")},
+    count=_count,
+    tell=_tell,
+    weigh={RIGHT: right_answers},
+    describe=_describe,
+    draw=_draw,
+    readings=_readings,
+    derive=_rate_of_decoding,
+    baselines=_baselines,
+)
+"""A study of LLaVA-style models of transformers."""

@@ -6,9 +6,8 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +22,9 @@ from mmod.io.store import Store
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.plain import from_plain
-from mmod.studies.image import ImageStudy, mean_iou, right_patches
-from mmod.studies.kind import Facts, Lines, Runs, Told
+from mmod.studies.image import STUDY as IMAGE_STUDY
+from mmod.studies.image import mean_iou, right_patches, tell_of
+from mmod.studies.kind import Facts, Lines, Runs, Study, Told
 from mmod.studies.kind_configs import FeaturesEvaluation
 from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of
 from mmod.studies.report import listed
@@ -141,93 +141,85 @@ def figures_of(outcomes: Mapping[str, np.ndarray], images: int) -> dict[str, flo
     return {name: float(WEIGH[name](outcomes, equal)[0]) for name in ("mean_iou", "patches")}
 
 
-@dataclass(frozen=True)
-class FeaturesStudy(ImageStudy):
-    """A study of features of timm's models."""
+def _figures_of(study: Study) -> list[str]:
+    """Return the figures by which features are evaluated."""
+    if study.evaluation.feature == "patches":
+        return ["mean_iou"]
+    return ["knn", "linear"]
 
-    evaluation: FeaturesEvaluation
 
-    weigh: ClassVar = WEIGH
-    measures: ClassVar = _MEASURES
+def _measure(study: Study, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+    """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
+    further: dict[str, float] = {}
+    outcomes: dict[str, np.ndarray] = {}
+    if run.is_trained:
+        if study.evaluation.before:
+            score = study.evaluation.score
+            start = _probe(study, measurer.store, run.start)
+            further[BEFORE] = start.figures[score]
+            if score in start.outcomes:
+                outcomes = {BEFORE: start.outcomes[score]}
+        further["top1"] = fit(run.training, callback, measurer.store).best.top1
+    classifier = _classifier_of(study, run)
+    rows = _probe(study, measurer.store, run.final, measurer.load, callback, classifier)
+    return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
 
-    @property
-    def columns(self) -> Sequence[str]:  # type: ignore[override]
-        """Names of the table's columns."""
-        if self.evaluation.feature == "patches":
-            return _COLUMNS_OF_PATCHES
-        return _COLUMNS
 
-    @property
-    def _figures(self) -> list[str]:
-        """The figures by which features are evaluated."""
-        if self.evaluation.feature == "patches":
-            return ["mean_iou"]
-        return ["knn", "linear"]
+def _classifier_of(study: Study, run: Run) -> TrainConfig | None:
+    """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
+    dense: TrainConfig = study.dense
+    is_cheaper = run.name != DENSE and (run.training.model, run.training.data) == (dense.model, dense.data)
+    if study.evaluation.classifier == "each" or not is_cheaper:
+        return None
+    return dataclasses.replace(dense, output=str(Path(run.training.output).with_name(DENSE)))
 
-    def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
-        """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
-        further: dict[str, float] = {}
-        outcomes: dict[str, np.ndarray] = {}
-        if run.is_trained:
-            if self.evaluation.before:
-                score = self.evaluation.score
-                start = _probe(self, measurer.store, run.start)
-                further[BEFORE] = start.figures[score]
-                if score in start.outcomes:
-                    outcomes = {BEFORE: start.outcomes[score]}
-            further["top1"] = fit(run.training, callback, measurer.store).best.top1
-        classifier = self._classifier_of(run)
-        rows = _probe(self, measurer.store, run.final, measurer.load, callback, classifier)
-        return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
 
-    def _classifier_of(self, run: Run) -> TrainConfig | None:
-        """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
-        dense: TrainConfig = self.dense
-        is_cheaper = run.name != DENSE and (run.training.model, run.training.data) == (dense.model, dense.data)
-        if self.evaluation.classifier == "each" or not is_cheaper:
-            return None
-        return dataclasses.replace(dense, output=str(Path(run.training.output).with_name(DENSE)))
+def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+    """Tell what is told of classifiers, of rows with all figures of features."""
+    figures = _figures_of(study)
+    dense = table.runs[DENSE][0]
+    skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
+    return tell_of(
+        study,
+        table,
+        runs,
+        _completed(study, table, runs, rows),
+        facts,
+        columns=_COLUMNS_OF_PATCHES if study.evaluation.feature == "patches" else _COLUMNS,
+        measure=_MEASURES[study.evaluation.score],
+        significance=lambda table, score, names: " ".join(_close_to_dense(table, one, names) for one in figures),
+        note=f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images.",
+    )
 
-    def note(self, table: Table) -> str:
-        """Return the number of images that intervals are over."""
-        dense = table.runs[DENSE][0]
-        skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
-        return f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images."
 
-    def significance(self, table: Table, names: Sequence[str]) -> str:
-        """Say which models do not differ significantly from the dense one."""
-        sentences = []
-        for figure in self._figures:
-            to_dense = gaps(table, figure, dict.fromkeys(names, DENSE))
-            close = [name for name, value in to_dense.items() if value is not None and not value.is_clear]
-            few = listed(close, most=6) or "none"
-            sentences.append(f"No significant difference to dense by the {_MEASURES[figure]}: {few}.")
-        return " ".join(sentences)
+def _close_to_dense(table: Table, figure: str, names: Sequence[str]) -> str:
+    """Say which models do not differ significantly from the dense one by a figure."""
+    to_dense = gaps(table, figure, dict.fromkeys(names, DENSE))
+    close = [name for name, value in to_dense.items() if value is not None and not value.is_clear]
+    few = listed(close, most=6) or "none"
+    return f"No significant difference to dense by the {_MEASURES[figure]}: {few}."
 
-    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
-        """Say the same as of classifiers, of rows with all figures of features."""
-        return super().tell(table, runs, self._completed(table, runs, rows), facts)
 
-    def _completed(self, table: Table, runs: Runs, rows: Lines) -> Lines:
-        """Add the differences of features to the dense model's and baselines', and their cosine with dense ones."""
-        dense_ND = _tested_features(self, runs[DENSE])
-        completed = []
-        for row in rows:
-            partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("baseline_")}}
-            differences = {}
-            for figure in self._figures:
-                for column, partner in partners.items():
-                    differences[f"{figure}_to_{column}"] = gap(table, figure, row["name"], partner)
-            x_ND = _tested_features(self, runs[row["name"]])
-            cosine = None
-            if x_ND.shape == dense_ND.shape:
-                cosine = float(F.cosine_similarity(x_ND, dense_ND).mean())
-            completed.append({**row, **differences, "cosine": cosine})
-        return completed
+def _completed(study: Study, table: Table, runs: Runs, rows: Lines) -> Lines:
+    """Add the differences of features to the dense model's and baselines', and their cosine with dense ones."""
+    dense_ND = _tested_features(study, runs[DENSE])
+    completed = []
+    for row in rows:
+        partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("baseline_")}}
+        differences = {}
+        for figure in _figures_of(study):
+            for column, partner in partners.items():
+                differences[f"{figure}_to_{column}"] = gap(table, figure, row["name"], partner)
+        x_ND = _tested_features(study, runs[row["name"]])
+        cosine = None
+        if x_ND.shape == dense_ND.shape:
+            cosine = float(F.cosine_similarity(x_ND, dense_ND).mean())
+        completed.append({**row, **differences, "cosine": cosine})
+    return completed
 
 
 def _probe(
-    study: FeaturesStudy,
+    study: Study,
     store: Store,
     kind: Kind,
     load: Load = load,
@@ -255,7 +247,7 @@ def _probe(
 
 
 def _evaluate(
-    study: FeaturesStudy,
+    study: Study,
     kind: Kind,
     load: Load,
     callback: Callback,
@@ -321,7 +313,7 @@ def identity_of_features(feature: str, run_config: Any, split: str) -> dict[str,
     return {**known, "config": settings, "work": "features", "feature": feature, "data": data}
 
 
-def _tested_features(study: FeaturesStudy, run: Run) -> Tensor:
+def _tested_features(study: Study, run: Run) -> Tensor:
     """Return the features of the tested images, which a run has computed (N, D)."""
     identity = identity_of_features(study.evaluation.feature, run.final.config, _TESTED)
     return read_features(features_store(study.comparison.folder), identity).x_ND.float()
@@ -388,3 +380,7 @@ def _tested(classifier: Any, features: np.ndarray, labels: np.ndarray, splits: S
         predicted = classifier.fit(features[fitted], labels[fitted]).predict(features[tested])
         right[tested] = predicted == labels[tested]
     return right[right >= 0]
+
+
+STUDY = dataclasses.replace(IMAGE_STUDY, weigh=WEIGH, measure=_measure, tell=_tell)
+"""A study of features of timm's models, which are counted, drawn and timed as classifiers are."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from mmod.analysis.timing import ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
-from mmod.methods.route import is_routed
 from mmod.opening.runs import find_run, is_described
 from mmod.planning.candidate import TOLERANCE, Candidate, opening_line, shown_code
 from mmod.planning.choice import (
@@ -47,7 +45,7 @@ from mmod.planning.choice import (
     verdict_of,
 )
 from mmod.planning.early import shown_front
-from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
+from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run
@@ -127,184 +125,182 @@ def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -
     return (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
 
 
-@dataclass(frozen=True)
-class ImageStudy(StudyKind):
-    """A study of classifiers of images or of patches.
+def _describe(study: Study) -> Facts:
+    """Return a sentence on the images."""
+    return {"images": [_caption(study.dense, sketch(kind_of(study.dense)))]}
 
-    Attributes:
+
+def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+    """Count the FLOPs of one image and the memory of a batch."""
+    images = timed_images(run.training, study.evaluation.batch).to(choose_device(run.training.device))
+    with torch.inference_mode():
+        peak = peak_bytes(partial(model, images), images.device)
+    gflops = cost(run.start, model, rows.kept)["image"] / 1e9
+    return {"gflops": gflops, "peak_mb": peak / 1e6}
+
+
+def _draw(study: Study, run: Run, model: nn.Module) -> Figure:
+    """Draw what a routed model keeps of sample images."""
+    return draw_sample_maps(model, sample_images(run.training, study.evaluation.maps))
+
+
+def _baselines(study: Study, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
+    """Return the models without a router that are as fast as each, by batch size."""
+    by_size = {}
+    for size, ms in _known_times(table, runs, least=2).items():
+        by_model = {}
+        for name in runs:
+            by_model[name] = [other for other in as_cheap(ms, name) if runs[other].candidate.is_baseline]
+        by_size[f"_b{size}"] = by_model
+    return by_size
+
+
+def tell_of(
+    study: Study,
+    table: Table,
+    runs: Runs,
+    rows: Lines,
+    facts: Facts,
+    *,
+    columns: Sequence[str],
+    measure: str,
+    significance: Callable[[Table, str, Sequence[str]], str],
+    note: str = "",
+) -> Told:
+    """Describe the images, recommend a model for each speed, and state what was not tested.
+
+    Args:
         columns: Names of the table's columns, see `COLUMNS`.
-        measures: Titles of scores.
+        measure: Title of the score.
+        significance: Says before models are timed which of them do not differ, by the score.
+        note: The quantity that confidence intervals refer to; empty if another part of the text says so.
     """
+    comparison = study.comparison
+    score = study.evaluation.score
+    names = list(runs)
+    suffixes = study.evaluation.size_suffixes
+    axes = {"gflops": "GFLOPs per image"}
+    axes |= {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
+    shown = {name: COLUMNS[name] for name in ("name", "gflops")}
+    shown |= {f"speedup{suffix}": (f"speed-up b{size}", "[.2f") for size, suffix in suffixes.items()}
+    before = [BEFORE] if any(BEFORE in row for row in rows) else []
+    summary = {**shown, **{name: COLUMNS[name] for name in (*before, score, "to_dense")}}
+    # The page has a column of standard deviations.
+    title, form = summary[score]
+    summary[score] = (title, f"±{form.removeprefix('±')}")
+    began = BEFORE if BEFORE in table.runs[DENSE][0].figures else score
+    told = Told(
+        rows=rows,
+        columns=with_batch_sizes(suffixes, columns),
+        measure=measure,
+        axes=axes,
+        parts=[],
+        summary=summary,
+        began_by_chance=bool(_guesses(study, table, began)),
+    )
+    to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
+    has_intervals = any(difference.has_interval for difference in to_dense)
+    is_by_sample = paired_by_sample(table, score, names)
+    is_repeated = comparison.train_dense or comparison.train is not None
+    # What is fastest is not known yet, so that nothing is recommended.
+    if not table.times and (is_repeated or has_intervals):
+        return told._replace(parts=[*filter(None, [note, significance(table, score, names)])])
+    candidates = {name: run.candidate for name, run in runs.items()}
+    guesses = _guesses(study, table, score)
+    found = recommendations(table, score, measure, candidates, study.evaluation.tolerance, guesses)
+    parts: list[str | MarkdownTable] = []
+    if found:
+        decided = verdict_of(found)
+        code = code_of(study, [runs[name].candidate for name in decided.named])
+        printed = code_of(study, [runs[name].candidate for name in _printed(found)])[:1]
+        told = told._replace(recommended=decided.named, code=code, printed=printed)
+        parts += decided.parts
+    if found and rows:
+        batches = batches_of(study.evaluation.batch)
+        # Stars and mark are of the same batches, which need not be the largest.
+        used = next(one.used for one in found if one.where == batches)
+        at_random = {name for name, run in runs.items() if run.candidate.at_random}
+        name_of_used = None if used is None else used.name
+        rows = _starred(rows, score, at_random, name_of_used)
+        summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
+        told = told._replace(rows=rows, summary=summary)
+        front = f"For {batches}, models with * {ON_FRONT}"
+        if used is not None:
+            front += f" {BY_INTERVALS}"
+        parts.append(front)
+    parts += [*filter(None, [note]), *facts["images"]]
+    limits = [_TRAINED if is_repeated else _UNTRAINED]
+    if any(run.candidate.image_size is not None for run in runs.values()):
+        limits.append(_RESIZED)
+    if comparison.train is not None and not comparison.tunes_dense:
+        limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
+    if not has_intervals or (is_by_sample and not note):
+        by_sample = to_dense if is_by_sample else []
+        limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
+    if guesses and not found:
+        limits.append(guesses.capitalize())
+    if not comparison.train_dense:
+        limits.append("All models start from one dense model; another may rank them differently.")
+    if is_repeated and not has_intervals:
+        limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
+    parts.append(" ".join(limits))
+    return told._replace(parts=parts)
 
-    times: ClassVar = {"image": ("latency_ms", "speedup")}
-    weigh: ClassVar = {"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches}
-    columns: ClassVar[Sequence[str]] = _COLUMNS
-    measures: ClassVar[Mapping[str, str]] = _MEASURES
 
-    def describe(self) -> Facts:
-        """Return a sentence on the images."""
-        return {"images": [_caption(self.dense, sketch(kind_of(self.dense)))]}
-
-    def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-        """Count the FLOPs of one image and the memory of a batch."""
-        images = timed_images(run.training, self.evaluation.batch).to(choose_device(run.training.device))
-        with torch.inference_mode():
-            peak = peak_bytes(partial(model, images), images.device)
-        gflops = cost(run.start, model, rows.kept)["image"] / 1e9
-        return {"gflops": gflops, "peak_mb": peak / 1e6}
-
-    def draw(self, run: Run, model: nn.Module) -> dict[str, Figure]:
-        """Draw what a routed model keeps of sample images."""
-        if not is_routed(model):
-            return {}
-        return {f"maps-{run.name}": draw_sample_maps(model, sample_images(run.training, self.evaluation.maps))}
-
-    def baselines(self, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
-        """Return the models without a router that are as fast as each, by batch size."""
-        by_size = {}
-        for size, ms in _known_times(table, runs, least=2).items():
-            by_model = {}
-            for name in runs:
-                by_model[name] = [other for other in as_cheap(ms, name) if runs[other].candidate.is_baseline]
-            by_size[f"_b{size}"] = by_model
-        return by_size
-
-    def note(self, table: Table) -> str:
-        """Return the quantity that confidence intervals refer to; empty if another part of the text says so."""
+def _guesses(study: Study, table: Table, figure: str) -> str:
+    """Say that the dense model guesses, if it does by a figure, see `mmod.planning.choice.guessing`."""
+    # Patches of an image are no independent draws.
+    if study.evaluation.score != "top1":
         return ""
+    # Of the model: its config need not say how many classes it has.
+    classes = image_facts(sketch(kind_of(study.dense))).classes
+    return guessing(mean_of(table, figure, DENSE) / 100, classes, evaluated(table, DENSE))
 
-    def significance(self, table: Table, names: Sequence[str]) -> str:
-        """Return what is said before models are timed: which of them do not differ."""
-        return significance(table, self.evaluation.score, names)
 
-    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
-        """Describe the images, recommend a model for each speed, and state what was not tested."""
-        comparison = self.comparison
-        score = self.evaluation.score
-        names = list(runs)
-        suffixes = self.evaluation.size_suffixes
-        axes = {"gflops": "GFLOPs per image"}
-        axes |= {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
-        shown = {name: COLUMNS[name] for name in ("name", "gflops")}
-        shown |= {f"speedup{suffix}": (f"speed-up b{size}", "[.2f") for size, suffix in suffixes.items()}
-        before = [BEFORE] if any(BEFORE in row for row in rows) else []
-        summary = {**shown, **{name: COLUMNS[name] for name in (*before, score, "to_dense")}}
-        # The page has a column of standard deviations.
-        title, form = summary[score]
-        summary[score] = (title, f"±{form.removeprefix('±')}")
-        columns = with_batch_sizes(suffixes, self.columns)
-        told = Told(rows=rows, columns=columns, measure=self.measures[score], axes=axes, parts=[], summary=summary)
-        note = self.note(table)
-        to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
-        has_intervals = any(difference.has_interval for difference in to_dense)
-        is_by_sample = paired_by_sample(table, score, names)
-        is_repeated = comparison.train_dense or comparison.train is not None
-        # What is fastest is not known yet, so that nothing is recommended.
-        if not table.times and (is_repeated or has_intervals):
-            return told._replace(parts=[*filter(None, [note, self.significance(table, names)])])
-        candidates = {name: run.candidate for name, run in runs.items()}
-        guesses = self._guessing(table, score)
-        tolerance = self.evaluation.tolerance
-        found = recommendations(table, score, self.measures[score], candidates, tolerance, guesses)
-        parts: list[str | MarkdownTable] = []
-        if found:
-            decided = verdict_of(found)
-            code = self.code([runs[name].candidate for name in decided.named])
-            printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
-            told = told._replace(recommended=decided.named, code=code, printed=printed)
-            parts += decided.parts
-        if found and rows:
-            batches = batches_of(self.evaluation.batch)
-            # Stars and mark are of the same batches, which need not be the largest.
-            used = next(one.used for one in found if one.where == batches)
-            at_random = {name for name, run in runs.items() if run.candidate.at_random}
-            name_of_used = None if used is None else used.name
-            rows = _starred(rows, score, at_random, name_of_used)
-            summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
-            told = told._replace(rows=rows, summary=summary)
-            front = f"For {batches}, models with * {ON_FRONT}"
-            if used is not None:
-                front += f" {BY_INTERVALS}"
-            parts.append(front)
-        parts += [*filter(None, [note]), *facts["images"]]
-        limits = [_TRAINED if is_repeated else _UNTRAINED]
-        if any(run.candidate.image_size is not None for run in runs.values()):
-            limits.append(_RESIZED)
-        if comparison.train is not None and not comparison.tunes_dense:
-            limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
-        if not has_intervals or (is_by_sample and not note):
-            by_sample = to_dense if is_by_sample else []
-            limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
-        if guesses and not found:
-            limits.append(guesses.capitalize())
-        if not comparison.train_dense:
-            limits.append("All models start from one dense model; another may rank them differently.")
-        if is_repeated and not has_intervals:
-            limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
-        parts.append(" ".join(limits))
-        return told._replace(parts=parts)
+def code_of(study: Study, candidates: Sequence[Candidate]) -> list[str]:
+    """Return a block of the lines of Python, and one of the keys of a training config, that apply models."""
+    by_label = {one.label: (_python(study, one), _keys(study, one)) for one in candidates}
+    difference = ""
+    if any(one.image_size is not None for one in candidates):
+        difference = _KEYS_OF_SIZE
+    return shown_code(by_label, _opening(study), difference)
 
-    def began_by_chance(self, table: Table) -> bool:
-        """Return whether the dense model guessed before it was fine-tuned: no training can have done harm then."""
-        figure = self.evaluation.score
-        if BEFORE in table.runs[DENSE][0].figures:
-            figure = BEFORE
-        return bool(self._guessing(table, figure))
 
-    def _guessing(self, table: Table, figure: str) -> str:
-        """Say that the dense model guesses, if it does by a figure, see `mmod.planning.choice.guessing`."""
-        # Patches of an image are no independent draws.
-        if self.evaluation.score != "top1":
-            return ""
-        return guessing(mean_of(table, figure, DENSE) / 100, self._classes, evaluated(table, DENSE))
+def _opening(study: Study) -> str:
+    """Return the line of Python that opens the dense model which candidates are made from."""
+    base = study.comparison.base(seed=0)
+    if base is not None and base.is_trained:
+        return opening_line(base.training.output)
+    model = study.dense.model
+    named = model.checkpoint
+    # Folders that say which model they hold.
+    if named is not None and (find_run(named) is not None or is_described(named)):
+        # Methods of a saved model were undone.
+        return opening_line(named, dense=True)
+    return opening_line(model.name, checkpoint=named, args=model.args)
 
-    @cached_property
-    def _classes(self) -> int | None:
-        """The number of classes of the dense model, which its config need not say."""
-        return image_facts(sketch(kind_of(self.dense))).classes
 
-    def code(self, candidates: Sequence[Candidate]) -> list[str]:
-        """Return a block of the lines of Python, and one of the keys of a training config, that apply models."""
-        by_label = {one.label: (self._python(one), self._keys(one)) for one in candidates}
-        difference = ""
-        if any(one.image_size is not None for one in candidates):
-            difference = _KEYS_OF_SIZE
-        return shown_code(by_label, self._opening, difference)
+def _python(study: Study, candidate: Candidate) -> str:
+    if study.comparison.is_trained(candidate):
+        # Its weights are no longer the dense ones, so that no line on these makes it.
+        return f"model = mmod.open_model({str(study.comparison.folder_of(candidate.name, seed=0))!r}).model"
+    methods = candidate.methods
+    if candidate.image_size is not None:
+        methods = ({"kind": "resize", "size": candidate.image_size}, *methods)
+    resized = dataclasses.replace(candidate, image_size=None, methods=methods)
+    return resized.code(TrainConfig.part, is_only=True)
 
-    @property
-    def _opening(self) -> str:
-        """The line of Python that opens the dense model which candidates are made from."""
-        base = self.comparison.base(seed=0)
-        if base is not None and base.is_trained:
-            return opening_line(base.training.output)
-        model = self.dense.model
-        named = model.checkpoint
-        # Folders that say which model they hold.
-        if named is not None and (find_run(named) is not None or is_described(named)):
-            # Methods of a saved model were undone.
-            return opening_line(named, dense=True)
-        return opening_line(model.name, checkpoint=named, args=model.args)
 
-    def _python(self, candidate: Candidate) -> str:
-        if self.comparison.is_trained(candidate):
-            # Its weights are no longer the dense ones, so that no line on these makes it.
-            return f"model = mmod.open_model({str(self.comparison.folder_of(candidate.name, seed=0))!r}).model"
-        methods = candidate.methods
-        if candidate.image_size is not None:
-            methods = ({"kind": "resize", "size": candidate.image_size}, *methods)
-        resized = dataclasses.replace(candidate, image_size=None, methods=methods)
-        return resized.code(TrainConfig.part, is_only=True)
-
-    def _keys(self, candidate: Candidate) -> str:
-        size = {}
-        if candidate.image_size is not None:
-            size = self.dense.keys_of_size(candidate.image_size)
-        changes = merged(candidate.changes, size)
-        keys = ""
-        if changes:
-            keys = yaml.safe_dump(changes, default_flow_style=None, sort_keys=False).rstrip()
-        methods = dataclasses.replace(candidate, image_size=None).config(TrainConfig.part, is_only=True)
-        return "\n".join(filter(None, [keys, methods]))
+def _keys(study: Study, candidate: Candidate) -> str:
+    size = {}
+    if candidate.image_size is not None:
+        size = study.dense.keys_of_size(candidate.image_size)
+    changes = merged(candidate.changes, size)
+    keys = ""
+    if changes:
+        keys = yaml.safe_dump(changes, default_flow_style=None, sort_keys=False).rstrip()
+    methods = dataclasses.replace(candidate, image_size=None).config(TrainConfig.part, is_only=True)
+    return "\n".join(filter(None, [keys, methods]))
 
 
 def recommendations(
@@ -451,3 +447,21 @@ def _rounded(number: float) -> str:
     """Return a number rounded up to two digits."""
     digits = len(str(round(number))) - 2
     return f"{math.ceil(number / 10**digits) * 10**digits:,}"
+
+
+def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+    """Tell of classifiers, of images or of patches."""
+    measure = _MEASURES[study.evaluation.score]
+    return tell_of(study, table, runs, rows, facts, columns=_COLUMNS, measure=measure, significance=significance)
+
+
+STUDY = StudyKind(
+    times={"image": ("latency_ms", "speedup")},
+    count=_count,
+    tell=_tell,
+    weigh={"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches},
+    describe=_describe,
+    draw=_draw,
+    baselines=_baselines,
+)
+"""A study of classifiers of images or of patches."""

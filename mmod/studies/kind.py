@@ -1,14 +1,13 @@
-"""What a kind of model contributes to a study, and what it tells of a table.
+"""A study: what is compared, how models are evaluated, and what a kind of model measures, counts, draws and tells.
 
-Of the study it knows the `Comparison` and the `Evaluation`, and gets no `StudyConfig`.
+Of the study's config it knows the `Comparison` and the `Evaluation`, and gets no `StudyConfig`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -17,9 +16,7 @@ from mmod.analysis.timing import Reading
 from mmod.io.jobs import Callback
 from mmod.io.tables import Column, MarkdownTable
 from mmod.lazy import import_path
-from mmod.studies.config import Evaluation
 from mmod.studies.measure import Measurer, measure_run
-from mmod.studies.rates import Rates
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.kind import Kind, readings
 
@@ -49,6 +46,7 @@ class Told(NamedTuple):
         code: Blocks of lines that apply each of them, as Markdown: of Python, and of a training config.
         printed: The block of Python that is printed, of the models that the sentences are about.
         pictures: Further pictures by the name of their file.
+        began_by_chance: The dense model guessed before it was fine-tuned: no training can have done harm then.
     """
 
     rows: Lines
@@ -62,80 +60,64 @@ class Told(NamedTuple):
     code: Sequence[str] = ()
     printed: Sequence[str] = ()
     pictures: Mapping[str, Figure] | None = None
+    began_by_chance: bool = False
 
 
-@dataclass(frozen=True)
-class StudyKind:
-    """What a kind of model contributes to a study; a kind overrides what differs.
+class Study(NamedTuple):
+    """The dense model and what is compared with it, how they are evaluated, timed and drawn, and the kind of all."""
 
-    Attributes:
-        times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.inputs`.
-        weigh: See `Table.weigh`.
-
-    Args:
-        comparison: The dense model, and what is compared with it.
-        evaluation: How models are evaluated, timed and drawn.
-    """
-
+    kind: StudyKind
     comparison: Comparison
-    evaluation: Evaluation
-
-    times: ClassVar[Mapping[str, tuple[str, str]]]
-    weigh: ClassVar[Mapping[str, Weigh]] = {}
+    evaluation: Any  # An `Evaluation`, with the further fields of its kind.
 
     @property
     def dense(self) -> Any:
         """The training config of the dense model."""
         return self.comparison.dense
 
-    def describe(self) -> Facts:
-        """Return what is known of the data and the dense model before anything runs."""
-        return {}
 
-    def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
-        """Do a run; other processes get the study pickled."""
-        before = self.evaluation.score if self.evaluation.before else None
-        # Models of several seeds are paired by seed.
-        return measure_run(run, callback, measurer, before=before, by_sample=self.comparison.seeds == 1)
-
-    def rates(self) -> Rates | None:
-        """Return the learning rates that are tried first, on a split of their own; None trains as configs say."""
-        evaluation = self.evaluation
-        if evaluation.rates is None:
-            return None
-        # Of a trial the trained model alone counts.
-        trial = dataclasses.replace(self, evaluation=dataclasses.replace(evaluation, before=False))
-        return Rates(evaluation.rates, evaluation.score, trial.measure, {"val_split": evaluation.rate_split})
-
-    def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-        """Count the costs of a candidate by column, from its final model and its rows."""
-        raise NotImplementedError
-
-    def draw(self, run: Run, model: nn.Module) -> Mapping[str, Figure]:
-        """Draw the tokens that a candidate keeps, by the name of the picture."""
-        return {}
-
-    def readings(self, kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
-        """Return the passes that are timed, see `mmod.training.engine.kind.readings`."""
-        return readings(kind, model, size, batches)
-
-    def derive(self, times: Mapping[str, dict[str, float]]) -> None:
-        """Add columns that follow from those of times, by candidate."""
-
-    def baselines(self, table: Table, runs: Runs) -> Mapping[str, Mapping[str, Sequence[str]]]:
-        """Return the candidates that each is compared with where they are as cheap, by a suffix of columns."""
-        return {}
-
-    def began_by_chance(self, table: Table) -> bool:
-        """Return whether the dense model guessed before it was fine-tuned: no training can have done harm then."""
-        return False
-
-    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
-        """Say what follows from the table."""
-        raise NotImplementedError
+def measured(study: Study, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+    """Train a run's model, or evaluate it as it starts."""
+    before = study.evaluation.score if study.evaluation.before else None
+    # Models of several seeds are paired by seed.
+    return measure_run(run, callback, measurer, before=before, by_sample=study.comparison.seeds == 1)
 
 
-def study_kind(kind: str) -> type[StudyKind]:
-    """Return what a kind contributes to a study: the class of its name in its module. Imports its libraries."""
-    study: type[StudyKind] = import_path(f"mmod.studies.{kind}:{kind.title()}Study")
-    return study
+def nothing(*_: Any) -> dict[str, Any]:
+    """Stand for a function of a kind that has nothing to add."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyKind:
+    """What a kind of model contributes to a study: functions, of which most get the study first.
+
+    Attributes:
+        times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.inputs`.
+        count: Counts the costs of a candidate by column, from its final model and its rows.
+        tell: Says what follows from the table.
+        weigh: See `Table.weigh`.
+        describe: Returns what is known of the data and the dense model before anything runs.
+        measure: Does a run; other processes get the study pickled.
+        draw: Draws the tokens that a routed candidate keeps, where they are those of pictures; None draws none.
+        readings: Returns the passes that are timed, see `mmod.training.engine.kind.readings`.
+        derive: Returns further columns of a candidate that follow from those of times.
+        baselines: Returns the candidates that each is compared with where they are as cheap, by a suffix of columns.
+    """
+
+    times: Mapping[str, tuple[str, str]]
+    count: Callable[[Study, Run, nn.Module, Measured], dict[str, float]]
+    tell: Callable[[Study, Table, Runs, Lines, Facts], Told]
+    weigh: Mapping[str, Weigh] = field(default_factory=dict)
+    describe: Callable[[Study], Facts] = nothing
+    measure: Callable[[Study, Run, Callback, Measurer], Measured] = measured
+    draw: Callable[[Study, Run, nn.Module], Figure | None] | None = None
+    readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings
+    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = nothing
+    baselines: Callable[[Study, Table, Runs], Mapping[str, Mapping[str, Sequence[str]]]] = nothing
+
+
+def study_kind(name: str) -> StudyKind:
+    """Return the kind of study of a name, which is `STUDY` in its module. Imports its libraries."""
+    kind: StudyKind = import_path(f"mmod.studies.{name}:STUDY")
+    return kind

@@ -30,7 +30,7 @@ from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.planning.candidate import TOLERANCE, Candidate
 from mmod.planning.choice import beside_controls
-from mmod.studies.kind import Facts, Runs, StudyKind
+from mmod.studies.kind import Facts, Runs, Study
 from mmod.studies.measure import BEFORE
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.run_folder import epochs_and_seconds
@@ -146,7 +146,7 @@ class StudyResult:
 
 
 def write_study(
-    study: StudyKind, table: Table, runs: Runs, facts: Facts, asked: Mapping[str, Any], machine: Mapping[str, Any]
+    study: Study, table: Table, runs: Runs, facts: Facts, asked: Mapping[str, Any], machine: Mapping[str, Any]
 ) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
@@ -166,9 +166,9 @@ def write_study(
         if before is None and comparison.train is not None:
             before, _ = epochs_and_seconds(study.dense.model.checkpoint)
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
-    told = study.tell(table, runs, rows, facts)
+    told = study.kind.tell(study, table, runs, rows, facts)
     names = list(runs)
-    harmed = [] if study.began_by_chance(table) else harm(table, score, names, tolerance)
+    harmed = [] if told.began_by_chance else harm(table, score, names, tolerance)
     caution = table.caution and f"{table.caution} {KEPT_TIMES}"
     parts = [*harmed, caution, *told.parts, *_cheaper(table, runs)]
     parts += _of_one_seed(comparison, table, score, names)
@@ -211,14 +211,14 @@ def write_study(
     return StudyResult(comparison.folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 
-def _points(study: StudyKind, table: Table, runs: Runs) -> list[Point]:
+def _points(study: Study, table: Table, runs: Runs) -> list[Point]:
     """Return candidates with their differences to the dense model, to their control and to the best baselines."""
     score = study.evaluation.score
     to_dense = gaps(table, score, dict.fromkeys(runs, DENSE))
     # A control may not be measured yet.
     to_control = gaps(table, score, {name: run.candidate.control for name, run in runs.items()})
     to_baselines: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in runs}
-    for suffix, others in study.baselines(table, runs).items():
+    for suffix, others in study.kind.baselines(study, table, runs).items():
         best_baseline = {name: best(table, score, names) for name, names in others.items()}
         for name, gap in gaps(table, score, best_baseline).items():
             to_baselines[name] |= {f"to_baseline{suffix}": gap, f"baseline{suffix}": best_baseline[name]}
@@ -238,24 +238,23 @@ def _points(study: StudyKind, table: Table, runs: Runs) -> list[Point]:
     ]
 
 
-def _columns_of_time(study: StudyKind, table: Table) -> dict[str, dict[str, float]]:
+def _columns_of_time(study: Study, table: Table) -> dict[str, dict[str, float]]:
     """Return times and speed-ups by candidate; empty before they are measured."""
     suffixes = study.evaluation.size_suffixes
     by_name: dict[str, dict[str, float]] = {}
     for (inputs, size), ms in table.times.items():
-        columns = [f"{column}{suffixes[size]}" for column in study.times[inputs]]
+        columns = [f"{column}{suffixes[size]}" for column in study.kind.times[inputs]]
         # By round, as the load of the machine changes between rounds.
         for name, figures in relative_times(ms, DENSE).items():
             by_name.setdefault(name, {}).update(zip(columns, figures))
-    study.derive(by_name)
-    return by_name
+    return {name: {**columns, **study.kind.derive(columns)} for name, columns in by_name.items()}
 
 
-def _speedups(study: StudyKind, table: Table) -> dict[str, dict[str, Spread]]:
+def _speedups(study: Study, table: Table) -> dict[str, dict[str, Spread]]:
     """Return speed-ups with their quartiles over rounds, by candidate and column."""
     by_name: dict[str, dict[str, Spread]] = {}
     for (inputs, size), ms in table.times.items():
-        _, column = study.times[inputs]
+        _, column = study.kind.times[inputs]
         for name, values in ms.items():
             spread = ratios(ms[DENSE], values)
             by_name.setdefault(name, {})[f"{column}{study.evaluation.size_suffixes[size]}"] = spread

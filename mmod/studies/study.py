@@ -1,7 +1,7 @@
 """A study: its comparison is checked, its runs are done, and what they cost and lose is written.
 
-`run_study` makes a `StudyKind` of the `Comparison` and the `Evaluation`. All that is called from there on knows these,
-and gets no `StudyConfig`.
+`run_study` makes a `Study` of its kind, the `Comparison` and the `Evaluation`. All that is called from there on knows
+these, and gets no `StudyConfig`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from mmod.analysis.style import save_picture
@@ -18,12 +19,13 @@ from mmod.io.files import make_folder
 from mmod.io.jobs import Runner
 from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
+from mmod.methods.route import is_routed
 from mmod.studies.candidates import comparison_from, comparison_of, training_configs
 from mmod.studies.config import StudyConfig, naming_dense
-from mmod.studies.kind import StudyKind, study_kind
+from mmod.studies.kind import Study, study_kind
 from mmod.studies.measure import Measurer, identity_of, times_of
 from mmod.studies.question import question_of
-from mmod.studies.rates import at_rates, best_rates, trials_of
+from mmod.studies.rates import Rates, at_rates, best_rates, trials_of
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import BASE, Comparison, Run
 from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, samples_of_epoch
@@ -49,7 +51,7 @@ def run_study(config: StudyConfig, *, command: str = "", progress: bool = True) 
     comparison = comparison_from(config, dense, tuned)
     runs = comparison.checked_runs()
     check_following(config)
-    study = study_kind(config.kind)(comparison, config.evaluation)
+    study = Study(study_kind(config.kind), comparison, config.evaluation)
     # From here on, nothing reads the config.
     return _compared(study, runs, runner, {"command": command, "config": dataclasses.asdict(config)})
 
@@ -77,7 +79,7 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(item)
 
 
-def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, asked: Mapping[str, object]) -> StudyResult:
+def _compared(study: Study, runs: Sequence[Run], runner: Runner, asked: Mapping[str, object]) -> StudyResult:
     """Do the runs of a study, and write what is known after each.
 
     Args:
@@ -90,15 +92,15 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, asked: Mapp
     store = Store(make_folder(comparison.folder) / STORE)
     question = question_of(study.evaluation.identity, runs)
     question.check(comparison.folder)
-    facts = study.describe()
-    rates = study.rates()
+    facts = study.kind.describe(study)
+    rates = _rates_of(study)
     rates_folder = comparison.folder / "rates"
     trials = {} if rates is None else trials_of(runs, rates, rates_folder)
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
     rated = " besides runs that try learning rates" if trials else ""
     runner.say(". ".join([f"{compared_models(comparison, runs)}{rated}{ahead}", *comparison.notes]))
-    measurer = Measurer(study.measure, store, keeps_all=True)
-    table = Table(weigh=study.weigh)
+    measurer = Measurer(partial(study.kind.measure, study), store, keeps_all=True)
+    table = Table(weigh=study.kind.weigh)
     if rates is not None:
         table.rates = best_rates(runs, rates, measurer.store, runner, rates_folder)
         runs = at_rates(runs, table.rates)
@@ -110,7 +112,7 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, asked: Mapp
         return write_study(study, table, ordered, facts, asked, runner.facts)
 
     is_announced = False
-    # Each run comes back once `study.measure` has done it, and its rows are in the table.
+    # Each run comes back once its rows are in the table.
     for run in compare(table, [runs], measurer, runner):
         question.keep(comparison.folder, table.runs)
         if run.seed == 0 and run.name in names:
@@ -127,9 +129,20 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, asked: Mapp
             is_announced = True
     sizes = list(study.evaluation.size_suffixes)
     table.times, table.waiting = times_of(
-        done, measurer, study.readings, sizes, study.evaluation.rounds, shown=runner.progress
+        done, measurer, study.kind.readings, sizes, study.evaluation.rounds, shown=runner.progress
     )
     return write()
+
+
+def _rates_of(study: Study) -> Rates | None:
+    """Return the learning rates that are tried first, on a split of their own; None trains as configs say."""
+    evaluation = study.evaluation
+    if evaluation.rates is None:
+        return None
+    # Of a trial the trained model alone counts.
+    trial = study._replace(evaluation=dataclasses.replace(evaluation, before=False))
+    measure = partial(trial.kind.measure, trial)
+    return Rates(evaluation.rates, evaluation.score, measure, {"val_split": evaluation.rate_split})
 
 
 def compared_models(comparison: Comparison, runs: Sequence[Run]) -> str:
@@ -181,19 +194,20 @@ def _share_of_epoch(run: Run, samples: float | None) -> float:
     return min([1.0, *shares])
 
 
-def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
+def _counted(study: Study, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
     """Return the costs of a run's final model, which are counted once."""
     # The first costs of conversations were those of the language model alone.
     identity = {"work": "costs", "version": 2, "batch": study.evaluation.batch}
     rows = table.runs[run.name][run.seed]
-    costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.count(run, model, rows))
+    costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.kind.count(study, run, model, rows))
     return costs
 
 
-def _draw_once(study: StudyKind, run: Run, measurer: Measurer) -> None:
+def _draw_once(study: Study, run: Run, measurer: Measurer) -> None:
     """Draw what a model keeps, unless that is what its pictures in the study's folder show."""
+    draw = study.kind.draw
     maps = study.evaluation.maps
-    if not maps:
+    if draw is None or not maps:
         return
     name = {"work": "pictures", "name": run.name}
     shown = json.dumps({"maps": maps, **identity_of(run.final.config)}, sort_keys=True)
@@ -203,7 +217,10 @@ def _draw_once(study: StudyKind, run: Run, measurer: Measurer) -> None:
     is_whole = all((folder / f"{title}.svg").exists() for title in drawn["titles"])
     if drawn["shown"] == shown and is_whole:
         return
-    pictures = study.draw(run, measurer.final(run))
-    for title, figure in pictures.items():
-        save_picture(folder, title, figure)
-    measurer.store.put(name, {"shown": shown, "titles": list(pictures)})
+    model = measurer.final(run)
+    figure = draw(study, run, model) if is_routed(model) else None
+    titles = []
+    if figure is not None:
+        titles = [f"maps-{run.name}"]
+        save_picture(folder, titles[0], figure)
+    measurer.store.put(name, {"shown": shown, "titles": titles})

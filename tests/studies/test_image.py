@@ -35,8 +35,8 @@ from mmod.planning.choice import guessing, verdict_of
 from mmod.report.page import write_report
 from mmod.studies import image as image_studies
 from mmod.studies.candidates import baselines_of, comparison_of, training_configs
-from mmod.studies.image import ImageStudy, recommendations
-from mmod.studies.kind import Told
+from mmod.studies.image import code_of, recommendations
+from mmod.studies.kind import Facts, Lines, Runs, Study, Told
 from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import Point, StudyResult, epochs_of, harm, significance, without_interval
@@ -377,7 +377,7 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
     assert {job.seed for job in comparison_of(following).runs()} == {0, 1}
 
 
-def image_study(config: ImageStudyConfig) -> ImageStudy:
+def image_study(config: ImageStudyConfig) -> Study:
     """Return a study without its candidates, which are counted to be made."""
     dense, tuned = training_configs(config)
     comparison = Comparison(
@@ -387,7 +387,12 @@ def image_study(config: ImageStudyConfig) -> ImageStudy:
         seeds=config.seeds,
         train_dense=config.train_dense,
     )
-    return ImageStudy(comparison, config.evaluation)
+    return Study(image_studies.STUDY, comparison, config.evaluation)
+
+
+def tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+    """Say what follows from a table."""
+    return study.kind.tell(study, table, runs, rows, facts)
 
 
 def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(study: ImageStudyConfig) -> None:
@@ -408,14 +413,14 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     controls = {"same": "chance"}
     candidates = [Candidate(one, routing=routings.get(one), control=controls.get(one)) for one in table.runs]
     runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
-    told = image_study(config).tell(table, runs, [], {"images": []})
+    told = tell(image_study(config), table, runs, [], {"images": []})
     assert text_of(told).startswith(
         "Keep the dense model for batches of 16 for now: lucky probably loses at most 2 points, and 270 more images "
         "would tell. It is 1.50 times as fast, +2.5 [-7.1, +12.0] points of accuracy."
     )
     # Where the others alone are fine-tuned, differences to the dense model are also those of training.
     assert "not fine-tuned as" not in text_of(told)
-    unequal = image_study(dataclasses.replace(config, tune="others")).tell(table, runs, [], {"images": []})
+    unequal = tell(image_study(dataclasses.replace(config, tune="others")), table, runs, [], {"images": []})
     assert "The dense model was not fine-tuned as the others were: `--tune true`" in text_of(unequal)
     # What another control than chance is compared with, and single images, have rows.
     candidates = {name: run.candidate for name, run in runs.items()}
@@ -454,17 +459,17 @@ def test_a_table_stars_the_front(study: ImageStudyConfig) -> None:
     controls = {"cheap": "chance"}
     candidates = [Candidate(name, control=controls.get(name)) for name in table.runs]
     runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
-    told = image_study(config).tell(table, runs, rows[:3], {"images": []})
+    told = tell(image_study(config), table, runs, rows[:3], {"images": []})
     assert {row["name"] for row in told.rows if row["front"]} == {"cheap"}
-    whole = image_study(config).tell(table, runs, rows, {"images": []})
+    whole = tell(image_study(config), table, runs, rows, {"images": []})
     assert {row["name"] for row in whole.rows if row["front"]} == {"chance"}
     # What is faster and better than all, and chooses at random, has no star, and takes none from others.
     drawn = dataclasses.replace(runs["chance"].candidate, routing={"router": "random"})
     runs["chance"] = dataclasses.replace(runs["chance"], candidate=drawn)
-    whole = image_study(config).tell(table, runs, rows, {"images": []})
+    whole = tell(image_study(config), table, runs, rows, {"images": []})
     assert {row["name"] for row in whole.rows if row["front"]} == {"cheap"}
     assert (list(told.summary or {})[:2], "before" in (told.summary or {})) == (["name", "front"], False)
-    tuned = image_study(config).tell(table, runs, [{**row, "before": 9.0} for row in rows], {"images": []})
+    tuned = tell(image_study(config), table, runs, [{**row, "before": 9.0} for row in rows], {"images": []})
     assert "before" in (tuned.summary or {})
 
 
@@ -483,7 +488,7 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     gradual = Candidate("gradual", routing={"preset": "gradual"}, is_trained=False)
     candidates = [dataclasses.replace(gradual, name=name) for name in table.runs]
     runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
-    told = image_study(config).tell(table, runs, rows, {"images": []})
+    told = tell(image_study(config), table, runs, rows, {"images": []})
     assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
     # The page has the lines of all that the table names, and those of the sentence are printed.
     assert told.recommended == ["certain", "lucky"]
@@ -498,17 +503,17 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     )
     # What may be lost is the user's to say, and no part of what is measured.
     strict = dataclasses.replace(config, tolerance=0.002)
-    told = image_study(strict).tell(table, runs, rows, {"images": []})
+    told = tell(image_study(strict), table, runs, rows, {"images": []})
     assert text_of(told).startswith("Keep the dense model for batches of 16")
     assert "within 0.2 points?" in text_of(told)
     assert strict.evaluation.identity == config.evaluation.identity
     # Larger batches are another question: the stars and the mark are of those that are drawn.
     larger = dataclasses.replace(table, times={**table.times, ("image", 64): {name: [3.0] for name in runs}})
-    told = image_study(config).tell(larger, runs, rows, {"images": []})
+    told = tell(image_study(config), larger, runs, rows, {"images": []})
     assert text_of(told).startswith("Keep the dense model for batches of 64: ")
     assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
     del runs["certain"], rows[1]
-    undecided = image_study(config).tell(table, runs, rows, {"images": []})
+    undecided = tell(image_study(config), table, runs, rows, {"images": []})
     assert not any("<- use" in text for text in (text_of(undecided), *(row["front"] for row in undecided.rows)))
 
 
@@ -528,7 +533,7 @@ def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
 
 def test_the_printed_lines_run_as_they_are(tmp_path: Path) -> None:
     gradual = Candidate("gradual", routing={"preset": "gradual"})
-    text = image_study(read_config(["digits"], ImageStudyConfig)).code([gradual])[0]
+    text = code_of(image_study(read_config(["digits"], ImageStudyConfig)), [gradual])[0]
     (lines,) = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)
     scope: dict[str, Any] = {}
     exec(lines, scope)
@@ -536,7 +541,7 @@ def test_the_printed_lines_run_as_they_are(tmp_path: Path) -> None:
     # Where a folder says which model it holds, its name suffices, as it was given.
     timm.models.save_for_hf(timm.create_model("test_vit"), str(tmp_path / "saved"), safe_serialization=True)
     words = ["my-model", "--dense.model.checkpoint", str(tmp_path / "saved")]
-    (opened, *_) = image_study(read_config(words, ImageStudyConfig)).code([gradual])
+    (opened, *_) = code_of(image_study(read_config(words, ImageStudyConfig)), [gradual])
     assert f'model = mmod.open_model("{tmp_path}/saved", dense=True).model\nmmod.route_(model, "gradual")\n' in opened
 
 
@@ -553,8 +558,9 @@ def test_a_dense_model_that_guesses_is_said_to() -> None:
         table.times = {("image", config.latency_batch): {"dense": [3.0], "fast": [2.0]}}
         runs = {name: Run(name=name, seed=0, training=None, candidate=Candidate(name)) for name in table.runs}
         rows = [{"name": name, "gflops": 1.0, "speedup": 1.0, "top1": 9.0} for name in runs]
-        assert study.began_by_chance(table) == (figures.get("before", top1) < 20)
-        return study.tell(table, runs, rows, {"images": []})
+        told = tell(study, table, runs, rows, {"images": []})
+        assert told.began_by_chance == (figures.get("before", top1) < 20)
+        return told
 
     told = told_of(12.5, 64)
     guessed = "the dense model is hardly better than chance (10 %), so that differences to it say nothing."
@@ -582,7 +588,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     }
     ms = {"dense": 3.0, "a": 1.9, "b": 2.2, "c": 1.8}
     timed = dataclasses.replace(table, times={("image", 16): {name: [time] for name, time in ms.items()}})
-    told = image_study(config).tell(timed, runs, [], facts)
+    told = tell(image_study(config), timed, runs, [], facts)
     lines = [re.sub("-{3,}", "-", re.sub(" +", " ", line)) for line in text_of(told).splitlines()]
     assert lines == [
         "No interval tells what is within 2 points for batches of 16: these lose least by their means.",
@@ -609,15 +615,15 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     ):
         few = dataclasses.replace(timed, runs={name: {0: Measured({score: dense}, samples=20)} for name in ms})
         evaluation = dataclasses.replace(config.evaluation, score=score)
-        scored = dataclasses.replace(image_study(config), evaluation=evaluation)
-        few_told = scored.tell(few, runs, [], facts)
+        scored = image_study(config)._replace(evaluation=evaluation)
+        few_told = tell(scored, few, runs, [], facts)
         assert re.search(limit, text_of(few_told))
-    untold = image_study(config).tell(table, runs, [], facts)
+    untold = tell(image_study(config), table, runs, [], facts)
     assert (text_of(untold), untold.recommended, untold.code) == (significance(table, "top1", list(ms)), (), ())
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
-    text = "\n\n".join(image_study(config).code([prune, gradual, small]))
+    text = "\n\n".join(code_of(image_study(config), [prune, gradual, small]))
     routed, keys = re.findall(r"```\w+\n(.*?)\n```", text, re.DOTALL)
     assert f"# prune\nmodel = mmod.open_model('{config.output}/seed0/prune').model\n# gradual" in routed
     # One of the keys is copied, below the name of its model.
@@ -629,13 +635,13 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     # A study that trains its dense model opens the run.
     assert f'import mmod\n\nmodel = mmod.open_model("{config.output}/seed0/base").model\n# prune' in routed
     # The weights of a smaller image that is not trained are the dense ones.
-    (untrained, _) = image_study(config).code([dataclasses.replace(small, is_trained=False)])
+    (untrained, _) = code_of(image_study(config), [dataclasses.replace(small, is_trained=False)])
     assert "mmod.apply_(model, mmod.methods.Resize(size=24))" in untrained
     # Seeds say nothing where nothing is trained, nor of other dense models.
     loaded = dataclasses.replace(image_study(config).comparison, train_dense=False, train=None)
-    fixed = dataclasses.replace(image_study(config), comparison=loaded)
-    assert text_of(fixed.tell(timed, runs, [], facts)).endswith("one dense model; another may rank them differently.")
-    assert "--seeds" not in text_of(fixed.tell(table, runs, [], facts))
+    fixed = image_study(config)._replace(comparison=loaded)
+    assert text_of(tell(fixed, timed, runs, [], facts)).endswith("one dense model; another may rank them differently.")
+    assert "--seeds" not in text_of(tell(fixed, table, runs, [], facts))
 
 
 UNTUNED = {"tune": False}
