@@ -353,7 +353,8 @@ def _fits_own(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | Non
     of_pairs = False
     if mask is not None:
         of_pairs = mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1)
-    return q_BHNE.shape[-1] <= _WIDEST and not dropout and not of_pairs
+    fits = q_BHNE.shape[-1] <= _WIDEST and _alike(q_BHNE, k_BHNE, v_BHNE)
+    return fits and not dropout and not of_pairs
 
 
 def _with_shared_map(
@@ -387,7 +388,7 @@ _kernel = partial(Kernel, why="not yet measured; reason: probabilities stay on c
         partial(_with_kernels, fused=False),
         "a kernel that attends, and one that sums columns",
         takes=_fits_own,
-        where="head_dim <= 128, no mask of pairs, no dropout",
+        where="head_dim <= 128, keys and values of the queries' length and width, no mask of pairs, no dropout",
     ),
     how="fused attention, and the map again in tiles; on a CPU in fp32 one map in tiles for output and importance",
     name="attention_with_importance",

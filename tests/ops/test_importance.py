@@ -135,13 +135,14 @@ def test_the_kernels_give_the_same_bits_twice(device: str) -> None:
     assert torch.equal(once[1], again[1])
 
 
-def test_a_mask_over_pairs_is_refused_by_the_kernels() -> None:
+def test_what_kernels_would_compute_wrongly_is_refused_by_them() -> None:
     q, k, v = torch.randn(3, 1, 1, 4, 16)
-    with (
-        use("triton", "attention_with_importance"),
-        pytest.raises(ValueError, match="it needs head_dim <= 128, no mask of pairs"),
-    ):
-        attention_with_importance(q, k, v, torch.zeros(4, 4))
+    pairs = torch.zeros(4, 4)
+    for keys, values, mask in ((k, v, pairs), (k[:, :, :3], v[:, :, :3], None), (k, v[..., :8], None)):
+        expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, mask)
+        torch.testing.assert_close(attention_with_importance(q, keys, values, mask)[0], expected)
+        with use("triton", "attention_with_importance"), pytest.raises(ValueError, match="it needs head_dim <= 128"):
+            attention_with_importance(q, keys, values, mask)
 
 
 @pytest.mark.parametrize("grad", [False, True])
