@@ -309,12 +309,15 @@ class NamedArguments(CallForm, BlockCall):
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:
         """Return padding from the attention mask: tokens that no query may attend to."""
+        return TokenMasks(self.valid(arguments, x_BND))
+
+    def valid(self, arguments: Arguments, x_BND: Tensor) -> Tensor | None:
+        """Return which tokens some query may attend to (B, N); None for all."""
         mask = arguments.get(self.mask)
         # A bias of pairs that is no mask hides nothing.
         if mask is None or mask.ndim != 4 or self.mask == "shared_rel_pos_bias":
-            return TokenMasks()
-        valid_BN = is_visible(mask).any(dim=1).any(dim=1)
-        return TokenMasks(valid_BN.expand(x_BND.shape[0], -1))
+            return None
+        return is_visible(mask).any(dim=1).any(dim=1).expand(x_BND.shape[0], -1)
 
     def can_pack(self, block: nn.Module, arguments: Arguments) -> bool:
         """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""
@@ -435,13 +438,21 @@ class NamedArguments(CallForm, BlockCall):
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
+        keys: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Any:
-        """Run the host's forward on kept tokens that attend to all tokens."""
+        """Run the host's forward on kept tokens that attend to all tokens.
+
+        Args:
+            keys: Keys and values of an earlier run; an empty list gets those of this one. None is for a single run.
+        """
         # Hosts may pass arguments that are None to attention.
         arguments = {name: value for name, value in arguments.items() if value is not None}
         projections = known_projections(block, self.projections or ())
-        captured = keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
-        with attend_to_captured(projections, captured):
+        if keys is None:
+            keys = []
+        if not keys:
+            keys += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
+        with attend_to_captured(projections, keys):
             return forward(z_BKD, **self.narrow_queries(arguments, x_BND.shape[1], routing))
 
     def narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Axes: B samples, N tokens, K slots per sample, L keys, D channels, H heads, E ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,13 +58,15 @@ def _refuse_rows(choosers: str, state: str, valid: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class SharedLayer:
-    """How a decoder layer is called in each of its runs, as `SharedBlock` says it of a block of images.
+    """How a decoder layer is called in one of its runs, by members of a `BlockCall`.
 
     Args:
         call: Its `DecoderLayerCall`.
+        behind: How many cache layers stand between that of its first run and that of this one.
     """
 
     call: Any
+    behind: int
 
     def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
         """Return which tokens are not padding (B, N); None without an attention mask."""
@@ -73,12 +75,12 @@ class SharedLayer:
             return None
         return valid_tokens(mask, x_BND, self.call.cached(arguments))
 
-    def select(self, behind: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for kept tokens of a run whose cache layer stands so many behind the first run's."""
-        if not behind:
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
+        """Return the arguments for kept tokens; in the first run, these are all."""
+        if not self.behind:
             return arguments
         # Each run has keys and values of its own.
-        call = replace(self.call, attention=_Later(self.call.attention, behind))
+        call = replace(self.call, attention=_Later(self.call.attention, self.behind))
         call.open_cache(arguments)
         selected: dict[str, Any] = {}
         if routing.kept.index_BK.shape[1]:
@@ -89,9 +91,10 @@ class SharedLayer:
             selected = with_cache(selected, _LaterCache(cache, call.index))
         return selected
 
-    def attend_to_first(
+    def attend_to_all(
         self,
         block: nn.Module,
+        forward: Callable[..., Any],
         arguments: Mapping[str, Any],
         x_BND: Tensor,
         z_BKD: Tensor,
@@ -110,13 +113,13 @@ class SharedLayer:
         if not keys:
             keeping = KeepingCache(cache_of(arguments))
             # The layer believes that it has a cache: there every host shows its keys and values after their rotation.
-            y = block(x_BND, **with_cache(arguments, keeping))
+            y = forward(x_BND, **with_cache(arguments, keeping))
             keys.append(checked_keys(keeping.kept, block))
             return y
         mask = mask_of_queries(self.call.mask_of(arguments, x_BND), x_BND, routing, keys[0][0].shape[2])
         narrowed = {**self.call.rows_of(arguments, routing), "attention_mask": mask}
         projections = known_projections(block, self.call.projections or ())
-        return attend_to_captured(projections, block, narrowed, z_BKD, keys[0])
+        return attend_to_captured(projections, forward, narrowed, z_BKD, keys[0])
 
 
 @dataclass(frozen=True, eq=False)

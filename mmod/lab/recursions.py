@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.adapters.base import NamedArguments
 from mmod.blocks import (
     BlockState,
     ConvertedBlock,
@@ -38,18 +37,14 @@ from mmod.lab.mixture import (
     numbered,
 )
 from mmod.methods.base import owner_of, register_method
-from mmod.ops import attend_to_captured, gather_rows, keys_and_values, select_topk
+from mmod.ops import gather_rows, select_topk
 from mmod.ops.backend import exporting
-from mmod.ops.context import known_projections
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Kept, LinearScore, Routing
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import kept_by_mask
 from mmod.threads import PerThread
-
-if TYPE_CHECKING:
-    from mmod.lab.decoders import SharedLayer
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1
@@ -170,62 +165,22 @@ class Depths(NamedTuple):
     last_BN: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class SharedBlock:
-    """How a block of images is called in each of its runs.
+class CycleState(NamedTuple):
+    """Plain state of a `Cycle`.
 
     Args:
-        call: Its `BlockCall`.
+        call: How the first shared block is called, and so the cycle.
+        runs: How each shared block is called in each recursion: a block of images always by its `BlockCall`.
+        removed: The blocks that are not shared.
     """
-
-    call: Any
-
-    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return which tokens are not padding (B, N); None for all."""
-        return NamedArguments.masks(self.call, arguments, x_BND).valid_BN
-
-    def select(self, behind: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for kept tokens, which are the same in each run."""
-        selected: Mapping[str, Any] = self.call.select_tokens(arguments, x_BND, routing)
-        return selected
-
-    def attend_to_first(
-        self,
-        block: nn.Module,
-        arguments: Mapping[str, Any],
-        x_BND: Tensor,
-        z_BKD: Tensor,
-        routing: Routing,
-        keys: list[tuple[Tensor, Tensor]],
-    ) -> Any:
-        """Return kept tokens after the block, in which they attend to the keys of its first run.
-
-        Args:
-            keys: Keys and values of all tokens; the first run, of all tokens, fills the empty list.
-        """
-        # Hosts may pass arguments that are None to attention.
-        arguments = {name: value for name, value in arguments.items() if value is not None}
-        projections = known_projections(block, self.call.projections or ())
-        if not keys:
-            keys += keys_and_values(lambda: block(x_BND, **arguments), projections, self.call.attention_calls)
-        with attend_to_captured(projections, keys):
-            return block(z_BKD, **self.call.narrow_queries(arguments, x_BND.shape[1], routing))
-
-
-class CycleState(NamedTuple):
-    """Plain state of a `Cycle`: how its shared blocks are called, and the blocks that it removed."""
 
     config: Recursions
     prefix: int
     read_blocks: ReadBlocks | None
-    runs: list[SharedBlock | SharedLayer]
+    call: Any
+    runs: list[list[Any]]
     removed: list[nn.Module]
     records: PerThread[Record]
-
-    @property
-    def call(self) -> Any:
-        """How the first shared block is called, and so the cycle."""
-        return self.runs[0].call
 
 
 class Cycle(Choosing):
@@ -245,13 +200,13 @@ class Cycle(Choosing):
             if call.shell.inner is not None:
                 # The shell gives the block the interface that a cycle expects.
                 convert(block, ConvertedBlock, BlockState(call=call), Shell(inner=call.shell.inner))
-        shared_kind: type[SharedBlock] | type[SharedLayer] = SharedBlock
+        runs: list[list[Any]] = [calls] * config.recursions
         if stack.language:
             from mmod.lab.decoders import SharedLayer
 
-            shared_kind = SharedLayer
-        runs = [shared_kind(call) for call in calls]
-        self.mod_state = CycleState(config, stack.prefix, stack.read_blocks, runs, removed, make_records())
+            runs = [[SharedLayer(call, count * recursion) for call in calls] for recursion in range(config.recursions)]
+        state = CycleState(config, stack.prefix, stack.read_blocks, calls[0], runs, removed, make_records())
+        self.mod_state = state
         weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.shared = nn.ModuleList(shared)
@@ -299,7 +254,7 @@ class Cycle(Choosing):
                 "model without output_hidden_states, and use no backbone that returns features of layers"
             )
         arguments = self.mod_state.call.bind(args, kwargs)
-        valid_BN = self.mod_state.runs[0].valid(arguments, x_BND)
+        valid_BN = self.mod_state.runs[0][0].valid(arguments, x_BND)
         learns = self.training and self.mod_has_loss
         losses: list[Tensor] = []
         if self.training:
@@ -351,15 +306,16 @@ class Cycle(Choosing):
     ) -> Tensor:
         """Return the rows of a recursion after a shared block; hosts take no empty sequence."""
         block = self.shared[number]
-        run = self.mod_state.runs[number]
+        run = self.mod_state.runs[recursion][number]
         if self.mod_state.config.keys == "first":
             if not y.shape[1]:
                 return y
             # In the first recursion, the rows are all tokens.
             tokens = x_BND if recursion else y
-            return run.attend_to_first(block, arguments, tokens, y, routing, keys)
+            attended: Tensor = run.attend_to_all(block, block, arguments, tokens, y, routing, keys)
+            return attended
         # A cache hears of a run without rows too.
-        selected = run.select(recursion * len(self.shared), arguments, x_BND, routing)
+        selected = run.select_tokens(arguments, x_BND, routing)
         if not y.shape[1]:
             return y
         return block(y, **selected)
