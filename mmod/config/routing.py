@@ -85,7 +85,7 @@ class RoutingConfig(Checked):
         protect_prefix: Always keep class, distillation and register tokens.
         losses: Weight of each auxiliary loss in every routed block:
 
-            - "membership": binary cross-entropy between score and selection (MoD);
+            - "membership": binary cross-entropy between score and selection (MoD), of tokens that may be skipped;
             - "load": kept share times mean gate (MoDification);
             - "capacity": distance of the kept share from `capacity`;
             - "importance": binary cross-entropy between a learned score and the selection by importance;

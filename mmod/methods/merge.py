@@ -38,7 +38,8 @@ class Merge(Reducing):
     its group, so any code that averages patches weighs groups by size.
 
     Args:
-        r: Number of tokens that a block merges, at most half of those that are left: one number, or one per block.
+        r: Number of tokens that a block merges: one number, or one per block. However large it is, a block merges at
+            most half of the patches that are left.
         training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: ToMe, Bolya et al., arXiv 2210.09461.
