@@ -70,6 +70,8 @@ SCREENS = {
             "--dense RUN_OR_CONFIG": "the dense model: a run folder or a training config",
             "--dense.KEY VALUE": "another value of a key of that config, as --dense.data.batch_size 16",
             "--tune true": "fine-tune all models alike; `others`: all but the dense one; `false`: none",
+            '--budgets "[0.7]"': "models of these shares of the FLOPs alone; `mmod configs my-model` has the series",
+            "--tolerance SHARE": "what may be lost: 0.02 are 2 points (0.02)",
             "--finetune.epochs N": "as for any key of the training config, in fine-tuning",
             "--seeds N": "repeat the training: intervals are then over training runs",
             "--latency_batch N": "batch size of the picture of times",
