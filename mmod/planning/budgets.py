@@ -261,11 +261,15 @@ def named_by_share(
             named[candidate.name] = candidate
     for candidate in (*near, *far):
         equal = equal_of(candidate)
-        if equal is None:
-            named[candidate.name] = renamed(candidate, shares[candidate.name])
-        else:
+        if equal is not None:
             equals[candidate.name] = equal
             left_out[candidate.name] = f"the nearest model to this budget is {equal}, which is there already"
+            continue
+        one = renamed(candidate, shares[candidate.name])
+        if candidate in near:
+            # It stays matched to the routed models of its budget.
+            one = dataclasses.replace(one, budget=candidate.budget)
+        named[candidate.name] = one
     # What a model that is left out was the control of is compared with the same model.
     names = equals | {name: one.name for name, one in named.items()}
     in_order = [named[candidate.name] for candidate in candidates if candidate.name in named]

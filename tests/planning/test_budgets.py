@@ -122,6 +122,15 @@ def test_what_has_few_sizes_has_one_name_whatever_budgets_it_comes_by(field: str
         assert name == f"a-{round(share, 2):g}"
 
 
+def test_what_is_named_by_a_share_near_its_budget_stays_matched_to_the_routed_models_of_that() -> None:
+    smaller = [Candidate(f"a-{budget:g}", series="a", budget=budget, image_size=1) for budget in (0.7, 0.5)]
+    named, _ = named_by_share(smaller[:1], lambda _: 0.69, ["a-0.7"])
+    assert [(one.name, one.budget) for one in named] == [("a-0.69", 0.7)]
+    # Further off, it is of no budget but its own.
+    named, _ = named_by_share(smaller[1:], lambda _: 0.61, ["a-0.5"])
+    assert [(one.name, one.budget) for one in named] == [("a-0.61", 0.61)]
+
+
 def test_a_fitted_size_takes_no_name_of_an_explicit_one_and_says_why_it_is_left_out() -> None:
     flops = {None: 1000.0, 112: 500.0, 56: 250.0}
 
