@@ -16,13 +16,15 @@ from typing import BinaryIO
 import numpy as np
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.io.files import locked, locked_where_possible, parse_json, replacing
+from mmod.io.files import locked, locked_where_possible, replacing
 from mmod.io.progress import progress_bar
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles, check_drivers, is_remote
 
 Index = tuple[np.ndarray, list[Fault]]
 """Offset and size of image and target of every sample (S, 4), and the faults of the shard."""
-_VERSION = 1
+_VERSION = 2
+# Bytes of a checksum, with which an index begins.
+_DIGEST = 32
 _COPIES = 4
 # Fewer are read faster than another process starts.
 _SHARDS_PER_PROCESS = 8
@@ -199,42 +201,34 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path, url: str, size: int | None, tag: str | None) -> Index | None:
-    """Return a kept index if it is of this version of the shard."""
+    """Return a kept index if it is whole, and of this version of the shard."""
     try:
-        head, _, body = path.read_bytes().partition(b"\n")
-        header = parse_json(head, url)
-    except (OSError, ValueError):
+        data = path.read_bytes()
+    except OSError:
         return None
-    if not isinstance(header, dict) or header.get("version") != _VERSION:
+    content = data[_DIGEST:]
+    if data[:_DIGEST] != _checksum(content):
         return None
-    if size is None or header.get("size") != size:
+    head, _, body = content.partition(b"\n")
+    header = json.loads(head)
+    is_current = header["version"] == _VERSION and header["size"] == size and tag in (None, header["tag"])
+    if size is None or not is_current:
         return None
-    if tag is not None and header.get("tag") != tag:
-        return None
-    # 32 bytes for each sample: four numbers of 64 bits.
-    if header.get("samples") != len(body) / 32:
-        return None
-    faults = header.get("faults")
-    if not isinstance(faults, list):
-        return None
-    if any(not isinstance(fault, list) or len(fault) != 2 for fault in faults):
-        return None
-    rows = np.frombuffer(body, "<i8").reshape(-1, 4)
-    # A damaged index may hold any numbers: nothing outside the shard is read.
-    if rows.size:
-        ends = rows[:, ::2] + rows[:, 1::2]
-        if rows.min() < 0 or max(rows.max(), ends.max()) > size:
-            return None
-    return rows, [Fault(url, str(sample), str(reason)) for sample, reason in faults]
+    return np.frombuffer(body, "<i8").reshape(-1, 4), [Fault(url, *fault) for fault in header["faults"]]
 
 
 def _write_index(path: Path, index: Index, size: int | None, tag: str | None) -> None:
+    """Write the checksum of an index, its header as JSON, and four numbers of 64 bits for each sample."""
     rows, faults = index
-    header = {"version": _VERSION, "size": size, "tag": tag, "samples": len(rows)}
-    head = json.dumps({**header, "faults": [fault[1:] for fault in faults]})
+    header = {"version": _VERSION, "size": size, "tag": tag, "faults": [fault[1:] for fault in faults]}
+    content = json.dumps(header).encode() + b"\n" + rows.astype("<i8").tobytes()
     # An index saves time only, so a folder that cannot be written is no error.
     with suppress(OSError), replacing(path, shared=True, durable=False) as partial:
-        partial.write_bytes(head.encode() + b"\n" + rows.astype("<i8").tobytes())
+        partial.write_bytes(_checksum(content) + content)
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def read_at(file: BinaryIO, offset: int, size: int) -> bytes:
