@@ -46,7 +46,7 @@ def refuse_hidden(module: nn.Module, arguments: Arguments) -> None:
     watches = [
         _Watch(name, inner)
         for name, inner in module.named_modules()
-        if has_replaced_forward(inner) and not getattr(inner, "optional", False)
+        if has_replaced_forward(inner) and not getattr(inner, "mod_optional", False)
     ]
     if watches:
         # A call that did not end, as after a KeyboardInterrupt, was not the first: the next one watches anew.

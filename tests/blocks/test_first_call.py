@@ -169,6 +169,23 @@ def test_one_that_replaces_the_method_is_refused_at_the_first_call(name: str) ->
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("change", "inside"), [(Merge(3), "attn"), (Prune(0.6, (0, 1)), "attn"), (LINEAR, "norm1")])
+def test_one_on_a_module_that_the_method_works_without_changes_nothing(change: Any, inside: str) -> None:
+    model = mmod.apply_(make(), change)
+    # A model of its own, because the first call of this one sees no forward on the instance.
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(images())
+    replaced = 0
+    for block in model.blocks:
+        module = block.get_submodule(inside)
+        if is_converted(module):
+            module.forward = types.MethodType(host_class(module).forward, module)
+            replaced += 1
+    assert replaced
+    with torch.no_grad():
+        assert torch.equal(model(images()), expected)
+
+
 def test_several_methods_see_one_forward() -> None:
     model: Any = mmod.route_(mmod.apply_(make(), Experts(experts=2)), LINEAR).eval()
     expected, classes = copy.deepcopy(model)(images()), list(map(type, model.modules()))
