@@ -147,10 +147,10 @@ def test_the_table_of_folders_names_all_that_they_import(row: Drawn) -> None:
     assert actual - GROUND - {*row.rooms} == row.imports
 
 
-def test_the_config_of_a_study_ends_in_its_comparison() -> None:
+def test_the_runs_of_a_study_know_its_comparison_and_not_its_config() -> None:
     readers = {path.stem for path in SOURCES for _, name in imports(path) if name.endswith("StudyConfig")}
-    # Runs, kinds of study, reports and what else comes later get what they need by name.
-    assert readers == {"commands", "study", "candidates", "kind_configs"}
+    # A `Study` holds it, of which features know the fields; runs, what measures them, and questions get none.
+    assert readers == {"commands", "study", "candidates", "kind_configs", "features"}
 
 
 def test_a_name_of_a_package_is_no_module_of_it_too() -> None:

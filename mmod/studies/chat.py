@@ -72,14 +72,14 @@ def _describe(study: Study) -> Facts:
 def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count FLOPs and cache of reading a prompt of mean length, vision tower included."""
     kind = ChatKind(run.training)
-    prompts, text, image = kind.prompts(study.evaluation.batch)
+    prompts, text, image = kind.prompts(study.config.latency_batch)
     routed = dense = prompt_flops(model, prompts, text, image, rows.kept)
     if run.training.model.image_size is not None:
         # Shares refer to the dense model's prompts; this baseline's images are smaller, and it takes no others.
         full = ChatKind(
             dataclasses.replace(run.training, model=dataclasses.replace(run.training.model, image_size=None))
         )
-        full_prompts, _, full_image = full.prompts(study.evaluation.batch)
+        full_prompts, _, full_image = full.prompts(study.config.latency_batch)
         dense = prompt_flops(full.prepare(weights=False), full_prompts, text, full_image, rows.kept)
     # What image tokens add to the language model is compared with what they add in the dense one.
     text_alone = flops(model, Prompt(text), needed_shares(model, rows.kept)).dense
@@ -99,7 +99,7 @@ def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str
 def _draw(study: Study, run: Run, model: nn.Module) -> Figure | None:
     """Draw which image tokens are kept."""
     kind = ChatKind(run.training)
-    return draw_kept(model, kind.collator, kind.chats(study.evaluation.maps))
+    return draw_kept(model, kind.collator, kind.chats(study.config.maps))
 
 
 def _readings(kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
@@ -139,8 +139,8 @@ def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> 
         rows=rows,
         measure="right answers",
         columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
-        axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {study.evaluation.batch}"},
-        parts=[significance(table, study.evaluation.score, list(runs))],
+        axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {study.config.latency_batch}"},
+        parts=[significance(table, study.config.score, list(runs))],
         last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
         pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
     )

@@ -1,7 +1,7 @@
 """The configuration of a study: what all kinds share; `kind_configs.py` has that of each kind.
 
-It is plain data, which checks itself. It becomes the `Candidate` of each series at each budget, an `Evaluation`, and in
-`candidates.py` a `Comparison`; there it ends.
+It is plain data, which checks itself. It becomes the `Candidate` of each series at each budget, and in `candidates.py`
+a `Comparison`.
 """
 
 from __future__ import annotations
@@ -39,47 +39,6 @@ def naming_dense() -> Iterator[None]:
         raise FileNotFoundError(
             f"{error}: name the dense model's training run by --dense RUN, or its weights by --dense.model.checkpoint"
         ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """How the models of a study are evaluated, timed and drawn; a `Comparison` says what they are.
-
-    Args:
-        kind: The kind of study.
-        score: The figure by which models are compared.
-        tolerance: Share of it that may be lost.
-        before: Also evaluate models before they are fine-tuned.
-        batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
-        batches: Further batch sizes whose latency is measured.
-        rounds: Interleaved rounds of the measurement.
-        maps: Samples for which kept tokens are drawn.
-        rates: Factors of the learning rate, of which every model uses the best; None searches none.
-        rate_split: Split on which `rates` are compared.
-    """
-
-    kind: str
-    score: str
-    tolerance: float
-    before: bool
-    batch: int
-    batches: Sequence[int]
-    rounds: int
-    maps: int = 0
-    rates: Sequence[float] | None = None
-    rate_split: str = ""
-
-    @property
-    def identity(self) -> Mapping[str, object]:
-        """How models are compared, besides what they are: one table has one."""
-        return {"kind": self.kind, "score": self.score}
-
-    @property
-    def size_suffixes(self) -> dict[int, str]:
-        """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
-        sizes = sorted({*self.batches, self.batch})
-        # The size that is drawn has the plain names, as where it is the only one.
-        return {size: "" if size == self.batch else f"_b{size}" for size in sizes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,22 +365,28 @@ class StudyConfig(Checked):
                 "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
             )
 
+    # What runs and tables are made by.
     @property
-    def evaluation(self) -> Evaluation:
-        """How its models are evaluated, timed and drawn."""
+    def score(self) -> str:
+        """The figure by which models are compared."""
         raise NotImplementedError
 
-    def evaluated_by(self, score: str) -> Evaluation:
-        """Return what all kinds share of their `evaluation`, by the figure that compares models."""
-        return Evaluation(
-            kind=self.kind,
-            score=score,
-            tolerance=self.tolerance,
-            before=self.before,
-            batch=self.latency_batch,
-            batches=self.latency_batches,
-            rounds=self.latency_rounds,
-        )
+    @property
+    def rates(self) -> Sequence[float] | None:
+        """Factors of the learning rate, of which every model uses the best; None searches none."""
+        return None
+
+    @property
+    def evaluation(self) -> Mapping[str, object]:
+        """How models are compared, besides what they are: one table has one."""
+        return {"kind": self.kind, "score": self.score}
+
+    @property
+    def size_suffixes(self) -> dict[int, str]:
+        """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
+        sizes = sorted({*self.latency_batches, self.latency_batch})
+        # The size that is drawn has the plain names, as where it is the only one.
+        return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
 
 
 def _name_of(dense: str | Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from mmod.plain import from_plain
 from mmod.studies.image import STUDY as IMAGE_STUDY
 from mmod.studies.image import mean_iou, right_patches, tell_of
 from mmod.studies.kind import Facts, Lines, Runs, Study, Told
-from mmod.studies.kind_configs import FeaturesEvaluation
+from mmod.studies.kind_configs import FeaturesStudyConfig
 from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of
 from mmod.studies.report import listed
 from mmod.studies.runs import Run
@@ -73,7 +73,7 @@ _COLUMNS_OF_PATCHES = (
 )
 
 
-def classify_images(features: Sequence[Features], evaluation: FeaturesEvaluation) -> dict[str, np.ndarray]:
+def classify_images(features: Sequence[Features], config: FeaturesStudyConfig) -> dict[str, np.ndarray]:
     """Classify images by nearest neighbours and by a linear classifier.
 
     Args:
@@ -89,14 +89,14 @@ def classify_images(features: Sequence[Features], evaluation: FeaturesEvaluation
     if first:
         splits = [(numbers[:first], numbers[first:])]
     else:
-        splits = split_by_class(labels, evaluation.folds)
+        splits = split_by_class(labels, config.folds)
     return {
-        "knn": nearest_neighbours(x_ND, labels, splits, evaluation.neighbours),
-        "linear": linear_probe(x_ND, labels, splits, evaluation.strengths),
+        "knn": nearest_neighbours(x_ND, labels, splits, config.neighbours),
+        "linear": linear_probe(x_ND, labels, splits, config.strengths),
     }
 
 
-def classify_patches(features: Sequence[Features], evaluation: FeaturesEvaluation) -> dict[str, np.ndarray]:
+def classify_patches(features: Sequence[Features], config: FeaturesStudyConfig) -> dict[str, np.ndarray]:
     """Classify the patches of the test split by a linear classifier fitted on those of the training split.
 
     Returns:
@@ -112,7 +112,7 @@ def classify_patches(features: Sequence[Features], evaluation: FeaturesEvaluatio
     label_N = fitted.label_N.numpy()[position_N]
     # All patches of an image are on the same side of the cross-validation that chooses `C`.
     folds = list(GroupKFold(3).split(x_ND, label_N, position_N // per_image))
-    regression = _regression(evaluation.strengths, folds).fit(x_ND, label_N)
+    regression = _regression(config.strengths, folds).fit(x_ND, label_N)
     predicted = regression.predict(tested.x_ND.float().numpy())
     labels = tested.label_N.numpy()
     classes = int(max(labels.max(), predicted.max(), label_N.max())) + 1
@@ -143,7 +143,7 @@ def figures_of(outcomes: Mapping[str, np.ndarray], images: int) -> dict[str, flo
 
 def _figures_of(study: Study) -> list[str]:
     """Return the figures by which features are evaluated."""
-    if study.evaluation.feature == "patches":
+    if study.config.feature == "patches":
         return ["mean_iou"]
     return ["knn", "linear"]
 
@@ -153,8 +153,8 @@ def _measure(study: Study, run: Run, callback: Callback, measurer: Measurer) -> 
     further: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
     if run.is_trained:
-        if study.evaluation.before:
-            score = study.evaluation.score
+        if study.config.before:
+            score = study.config.score
             start = _probe(study, measurer.store, run.start)
             further[BEFORE] = start.figures[score]
             if score in start.outcomes:
@@ -169,7 +169,7 @@ def _classifier_of(study: Study, run: Run) -> TrainConfig | None:
     """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
     dense: TrainConfig = study.dense
     is_cheaper = run.name != DENSE and (run.training.model, run.training.data) == (dense.model, dense.data)
-    if study.evaluation.classifier == "each" or not is_cheaper:
+    if study.config.classifier == "each" or not is_cheaper:
         return None
     return dataclasses.replace(dense, output=str(Path(run.training.output).with_name(DENSE)))
 
@@ -185,8 +185,8 @@ def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> 
         runs,
         _completed(study, table, runs, rows),
         facts,
-        columns=_COLUMNS_OF_PATCHES if study.evaluation.feature == "patches" else _COLUMNS,
-        measure=_MEASURES[study.evaluation.score],
+        columns=_COLUMNS_OF_PATCHES if study.config.feature == "patches" else _COLUMNS,
+        measure=_MEASURES[study.config.score],
         significance=lambda table, score, names: " ".join(_close_to_dense(table, one, names) for one in figures),
         note=f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images.",
     )
@@ -234,13 +234,13 @@ def _probe(
     features = {}
     for name in _splits(kind.config.data):
         owner = kind.config if dense is None or name == _TESTED else dense
-        features[name] = identity_of_features(study.evaluation.feature, owner, name)
+        features[name] = identity_of_features(study.config.feature, owner, name)
     identity = {
         "work": "rows of features",
         "features": features,
-        "neighbours": study.evaluation.neighbours,
-        "strengths": study.evaluation.strengths,
-        "folds": study.evaluation.folds,
+        "neighbours": study.config.neighbours,
+        "strengths": study.config.strengths,
+        "folds": study.config.folds,
     }
     measure = functools.partial(_evaluate, study, kind, load, callback, features, dense is not None)
     return measured_once(store, identity, measure)
@@ -260,13 +260,13 @@ def _evaluate(
         identities: What stands for the features of each split.
         by_dense: Read the features of the split to fit on, which the dense model has computed.
     """
-    evaluation = study.evaluation
+    config: FeaturesStudyConfig = study.config
     run_config: Any = kind.config
     streams = {name: _decoded(fields) for name, fields in _splits(run_config.data).items()}
     if len(streams) == 1:
         # Refused before a model is made.
         source = streams[_TESTED].reader.reader.source  # type: ignore[attr-defined]
-        split_by_class(np.asarray(source.labels()), evaluation.folds)
+        split_by_class(np.asarray(source.labels()), config.folds)
     if run_config.model.pretrained:
         check_published(run_config.model.name, run_config.model.args, "set checkpoint to a file of weights")
     model = load(kind)
@@ -278,14 +278,14 @@ def _evaluate(
             features.append(read_features(store, identity))
             continue
         extracted = extract(
-            model, stream, store, identity, evaluation.feature, precision=run_config.precision, callback=callback
+            model, stream, store, identity, config.feature, precision=run_config.precision, callback=callback
         )
         features.append(extracted)
     blocks = list(routed_blocks(model)) if is_routed(model) else []
     # Of the tested split, which comes last.
     kept = dict(zip(blocks, features[-1].kept_NL.mean(0).tolist()))
-    classify = classify_patches if evaluation.feature == "patches" else classify_images
-    outcomes = classify(features, evaluation)
+    classify = classify_patches if config.feature == "patches" else classify_images
+    outcomes = classify(features, config)
     images = len(next(iter(outcomes.values())))
     # A dense model keeps all.
     mean_kept = 1.0
@@ -315,7 +315,7 @@ def identity_of_features(feature: str, run_config: Any, split: str) -> dict[str,
 
 def _tested_features(study: Study, run: Run) -> Tensor:
     """Return the features of the tested images, which a run has computed (N, D)."""
-    identity = identity_of_features(study.evaluation.feature, run.final.config, _TESTED)
+    identity = identity_of_features(study.config.feature, run.final.config, _TESTED)
     return read_features(features_store(study.comparison.folder), identity).x_ND.float()
 
 

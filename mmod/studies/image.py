@@ -132,7 +132,7 @@ def _describe(study: Study) -> Facts:
 
 def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of one image and the memory of a batch."""
-    images = timed_images(run.training, study.evaluation.batch).to(choose_device(run.training.device))
+    images = timed_images(run.training, study.config.latency_batch).to(choose_device(run.training.device))
     with torch.inference_mode():
         peak = peak_bytes(partial(model, images), images.device)
     gflops = cost(run.start, model, rows.kept)["image"] / 1e9
@@ -141,7 +141,7 @@ def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str
 
 def _draw(study: Study, run: Run, model: nn.Module) -> Figure:
     """Draw what a routed model keeps of sample images."""
-    return draw_sample_maps(model, sample_images(run.training, study.evaluation.maps))
+    return draw_sample_maps(model, sample_images(run.training, study.config.maps))
 
 
 def _baselines(study: Study, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
@@ -176,9 +176,9 @@ def tell_of(
         note: The quantity that confidence intervals refer to; empty if another part of the text says so.
     """
     comparison = study.comparison
-    score = study.evaluation.score
+    score = study.config.score
     names = list(runs)
-    suffixes = study.evaluation.size_suffixes
+    suffixes = study.config.size_suffixes
     axes = {"gflops": "GFLOPs per image"}
     axes |= {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
     shown = {name: COLUMNS[name] for name in ("name", "gflops")}
@@ -207,7 +207,7 @@ def tell_of(
         return told._replace(parts=[*filter(None, [note, significance(table, score, names)])])
     candidates = {name: run.candidate for name, run in runs.items()}
     guesses = _guesses(study, table, score)
-    found = recommendations(table, score, measure, candidates, study.evaluation.tolerance, guesses)
+    found = recommendations(table, score, measure, candidates, study.config.tolerance, guesses)
     parts: list[str | MarkdownTable] = []
     if found:
         decided = verdict_of(found)
@@ -216,7 +216,7 @@ def tell_of(
         told = told._replace(recommended=decided.named, code=code, printed=printed)
         parts += decided.parts
     if found and rows:
-        batches = batches_of(study.evaluation.batch)
+        batches = batches_of(study.config.latency_batch)
         # Stars and mark are of the same batches, which need not be the largest.
         used = next(one.used for one in found if one.where == batches)
         at_random = {name for name, run in runs.items() if run.candidate.at_random}
@@ -250,7 +250,7 @@ def tell_of(
 def _guesses(study: Study, table: Table, figure: str) -> str:
     """Say that the dense model guesses, if it does by a figure, see `mmod.planning.choice.guessing`."""
     # Patches of an image are no independent draws.
-    if study.evaluation.score != "top1":
+    if study.config.score != "top1":
         return ""
     # Of the model: its config need not say how many classes it has.
     classes = image_facts(sketch(kind_of(study.dense))).classes
@@ -451,7 +451,7 @@ def _rounded(number: float) -> str:
 
 def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
     """Tell of classifiers, of images or of patches."""
-    measure = _MEASURES[study.evaluation.score]
+    measure = _MEASURES[study.config.score]
     return tell_of(study, table, runs, rows, facts, columns=_COLUMNS, measure=measure, significance=significance)
 
 

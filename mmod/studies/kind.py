@@ -1,7 +1,4 @@
-"""A study: what is compared, how models are evaluated, and what a kind of model measures, counts, draws and tells.
-
-Of the study's config it knows the `Comparison` and the `Evaluation`, and gets no `StudyConfig`.
-"""
+"""A study: what is compared, its config, and what a kind of model measures, counts, draws and tells."""
 
 from __future__ import annotations
 
@@ -64,11 +61,11 @@ class Told(NamedTuple):
 
 
 class Study(NamedTuple):
-    """The dense model and what is compared with it, how they are evaluated, timed and drawn, and the kind of all."""
+    """What is compared with a dense model, and the config that says how they are evaluated, timed and drawn."""
 
     kind: StudyKind
     comparison: Comparison
-    evaluation: Any  # An `Evaluation`, with the further fields of its kind.
+    config: Any  # The `StudyConfig` of its kind.
 
     @property
     def dense(self) -> Any:
@@ -78,7 +75,7 @@ class Study(NamedTuple):
 
 def measured(study: Study, run: Run, callback: Callback, measurer: Measurer) -> Measured:
     """Train a run's model, or evaluate it as it starts."""
-    before = study.evaluation.score if study.evaluation.before else None
+    before = study.config.score if study.config.before else None
     # Models of several seeds are paired by seed.
     return measure_run(run, callback, measurer, before=before, by_sample=study.comparison.seeds == 1)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from mmod.io.yaml import merged
 from mmod.planning.candidate import FIT
-from mmod.studies.config import RUN_FIELDS, Evaluation, StudyConfig
+from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.values import check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class TimmStudyConfig(StudyConfig):
             null searches none.
         rate_split: Split on which `rates` are compared, another one than that of the evaluation.
         maps: Sample images over which routing is drawn.
-        score: Figure by which models are compared.
     """
 
     isoflop: Literal["scratch", "none"] = "none"
@@ -46,13 +44,6 @@ class TimmStudyConfig(StudyConfig):
     rate_split: str = "val"
     latency_batches: list[int] = field(default_factory=lambda: [1, 8])
     maps: Annotated[int, "[0, inf)"] = 6
-    score: str
-
-    @property
-    def evaluation(self) -> Evaluation:
-        """How its models are evaluated, timed and drawn, and at which learning rates they are trained."""
-        shared = self.evaluated_by(self.score)
-        return dataclasses.replace(shared, maps=self.maps, rates=self.rates, rate_split=self.rate_split)
 
     @property
     def trains_shallow(self) -> bool:
@@ -128,23 +119,6 @@ class ImageStudyConfig(TimmStudyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeaturesEvaluation(Evaluation):
-    """How features are evaluated; the further fields are those of `FeaturesStudyConfig`."""
-
-    feature: Literal["head", "class", "mean", "patches"]
-    neighbours: int
-    strengths: Sequence[float]
-    folds: int
-    classifier: str
-
-    @property
-    def identity(self) -> Mapping[str, object]:
-        """Features are also told apart by what is taken and what classifies it."""
-        names = ("feature", "neighbours", "strengths", "folds", "classifier")
-        return {**super().identity, **{name: getattr(self, name) for name in names}}
-
-
-@dataclass(frozen=True, kw_only=True)
 class FeaturesStudyConfig(TimmStudyConfig):
     """A study of a trained image model's features: quality of classifiers on them against time.
 
@@ -211,16 +185,10 @@ class FeaturesStudyConfig(TimmStudyConfig):
         return "image"
 
     @property
-    def evaluation(self) -> FeaturesEvaluation:
-        """How features are evaluated, timed and drawn."""
-        return FeaturesEvaluation(
-            **vars(super().evaluation),
-            feature=self.feature,
-            neighbours=self.neighbours,
-            strengths=self.strengths,
-            folds=self.folds,
-            classifier=self.classifier,
-        )
+    def evaluation(self) -> Mapping[str, object]:
+        """Features are also told apart by what is taken and what classifies it; see `StudyConfig.evaluation`."""
+        names = ("feature", "neighbours", "strengths", "folds", "classifier")
+        return {**super().evaluation, **{name: getattr(self, name) for name in names}}
 
     def starts_trained(self, dense: RunConfig) -> bool:
         """Whether the features are trained; see `StudyConfig.starts_trained`."""
@@ -265,9 +233,9 @@ class PairsStudyConfig(StudyConfig):
     kind: Literal["pairs"] = "pairs"
 
     @property
-    def evaluation(self) -> Evaluation:
-        """How its models are evaluated and timed."""
-        return self.evaluated_by("recall1")
+    def score(self) -> str:
+        """The figure by which models are compared."""
+        return "recall1"
 
     def check_settings(self) -> None:
         """Refuse series that do not say what they set of which tower; see `StudyConfig.check_settings`."""
@@ -316,9 +284,9 @@ class ChatStudyConfig(StudyConfig):
     latency_rounds: int = 5
 
     @property
-    def evaluation(self) -> Evaluation:
-        """How its models are evaluated, timed and drawn."""
-        return dataclasses.replace(self.evaluated_by("right"), maps=self.maps)
+    def score(self) -> str:
+        """The figure by which models are compared."""
+        return "right"
 
     def check_settings(self) -> None:
         """Refuse baselines other than smaller images; see `StudyConfig.check_settings`."""

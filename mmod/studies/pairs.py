@@ -48,13 +48,13 @@ def _latency_of_pair(columns: Mapping[str, float]) -> dict[str, float]:
 
 def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
     """Say which models are significantly better."""
-    axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {study.evaluation.batch}"}
+    axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {study.config.latency_batch}"}
     return Told(
         rows=rows,
         columns=named_columns(_COLUMNS),
         measure="recall at 1, mean of both directions,",
         axes=axes,
-        parts=[significance(table, study.evaluation.score, list(runs))],
+        parts=[significance(table, study.config.score, list(runs))],
     )
 
 

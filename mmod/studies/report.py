@@ -1,7 +1,4 @@
-"""What a study writes into its folder: table, pictures and text, with the columns and words of its kind.
-
-The study's config comes as plain values, for the record alone.
-"""
+"""What a study writes into its folder: table, pictures and text, with the columns and words of its kind."""
 
 from __future__ import annotations
 
@@ -146,17 +143,17 @@ class StudyResult:
 
 
 def write_study(
-    study: Study, table: Table, runs: Runs, facts: Facts, asked: Mapping[str, Any], machine: Mapping[str, Any]
+    study: Study, table: Table, runs: Runs, facts: Facts, command: str, machine: Mapping[str, Any]
 ) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
     Args:
-        asked: The study's command and config, for its record.
+        command: See `mmod.studies.study.run_study`.
         machine: What the study runs on, and its CPU time so far; see `Runner.facts`.
     """
     comparison = study.comparison
-    score = study.evaluation.score
-    tolerance = study.evaluation.tolerance
+    score = study.config.score
+    tolerance = study.config.tolerance
     points = _points(study, table, runs)
     rows = [point.row() for point in points]
     epochs = study.dense.epochs
@@ -180,7 +177,8 @@ def write_study(
     shown = table_of(told.columns, [*lines, *told.last_rows])
     summary = shown if told.summary is None else table_of(told.summary, lines)
     record = {
-        **asked,
+        "command": command,
+        "config": dataclasses.asdict(study.config),
         **machine,
         "rates": table.rates,
         **facts,
@@ -213,7 +211,7 @@ def write_study(
 
 def _points(study: Study, table: Table, runs: Runs) -> list[Point]:
     """Return candidates with their differences to the dense model, to their control and to the best baselines."""
-    score = study.evaluation.score
+    score = study.config.score
     to_dense = gaps(table, score, dict.fromkeys(runs, DENSE))
     # A control may not be measured yet.
     to_control = gaps(table, score, {name: run.candidate.control for name, run in runs.items()})
@@ -240,7 +238,7 @@ def _points(study: Study, table: Table, runs: Runs) -> list[Point]:
 
 def _columns_of_time(study: Study, table: Table) -> dict[str, dict[str, float]]:
     """Return times and speed-ups by candidate; empty before they are measured."""
-    suffixes = study.evaluation.size_suffixes
+    suffixes = study.config.size_suffixes
     by_name: dict[str, dict[str, float]] = {}
     for (inputs, size), ms in table.times.items():
         columns = [f"{column}{suffixes[size]}" for column in study.kind.times[inputs]]
@@ -257,7 +255,7 @@ def _speedups(study: Study, table: Table) -> dict[str, dict[str, Spread]]:
         _, column = study.kind.times[inputs]
         for name, values in ms.items():
             spread = ratios(ms[DENSE], values)
-            by_name.setdefault(name, {})[f"{column}{study.evaluation.size_suffixes[size]}"] = spread
+            by_name.setdefault(name, {})[f"{column}{study.config.size_suffixes[size]}"] = spread
     return by_name
 
 

@@ -1,7 +1,6 @@
 """A study: its comparison is checked, its runs are done, and what they cost and lose is written.
 
-`run_study` makes a `Study` of its kind, the `Comparison` and the `Evaluation`. All that is called from there on knows
-these, and gets no `StudyConfig`.
+`run_study` makes a `Study` of the config, its kind, and the `Comparison` that the config becomes.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ def run_study(config: StudyConfig, *, command: str = "", progress: bool = True) 
     comparison = comparison_from(config, dense, tuned)
     runs = comparison.checked_runs()
     check_following(config)
-    study = Study(study_kind(config.kind), comparison, config.evaluation)
-    # From here on, nothing reads the config.
-    return _compared(study, runs, runner, {"command": command, "config": dataclasses.asdict(config)})
+    return _compared(Study(study_kind(config.kind), comparison, config), runs, runner, command)
 
 
 def check_following(config: StudyConfig) -> None:
@@ -79,18 +76,14 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(item)
 
 
-def _compared(study: Study, runs: Sequence[Run], runner: Runner, asked: Mapping[str, object]) -> StudyResult:
-    """Do the runs of a study, and write what is known after each.
-
-    Args:
-        asked: The study's command and config, for its record.
-    """
+def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -> StudyResult:
+    """Do the runs of a study, and write what is known after each."""
     comparison = study.comparison
     # Controls without a series are compared with, and are no rows of the table.
     names = [candidate.name for candidate in comparison.candidates if candidate.series]
     # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
     store = Store(make_folder(comparison.folder) / STORE)
-    question = question_of(study.evaluation.identity, runs)
+    question = question_of(study.config.evaluation, runs)
     question.check(comparison.folder)
     facts = study.kind.describe(study)
     rates = _rates_of(study)
@@ -109,7 +102,7 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, asked: Mapping[
 
     def write() -> StudyResult:
         ordered = {name: done[name] for name in names if name in done}
-        return write_study(study, table, ordered, facts, asked, runner.facts)
+        return write_study(study, table, ordered, facts, command, runner.facts)
 
     is_announced = False
     # Each run comes back once its rows are in the table.
@@ -127,22 +120,22 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, asked: Mapping[
             if not is_announced:
                 runner.say(f"table and picture, from now on: {comparison.folder}/tradeoff.{{md,png}}")
             is_announced = True
-    sizes = list(study.evaluation.size_suffixes)
+    sizes = list(study.config.size_suffixes)
     table.times, table.waiting = times_of(
-        done, measurer, study.kind.readings, sizes, study.evaluation.rounds, shown=runner.progress
+        done, measurer, study.kind.readings, sizes, study.config.latency_rounds, shown=runner.progress
     )
     return write()
 
 
 def _rates_of(study: Study) -> Rates | None:
     """Return the learning rates that are tried first, on a split of their own; None trains as configs say."""
-    evaluation = study.evaluation
-    if evaluation.rates is None:
+    config = study.config
+    if config.rates is None:
         return None
     # Of a trial the trained model alone counts.
-    trial = study._replace(evaluation=dataclasses.replace(evaluation, before=False))
+    trial = study._replace(config=dataclasses.replace(config, before=False))
     measure = partial(trial.kind.measure, trial)
-    return Rates(evaluation.rates, evaluation.score, measure, {"val_split": evaluation.rate_split})
+    return Rates(config.rates, config.score, measure, {"val_split": config.rate_split})
 
 
 def compared_models(comparison: Comparison, runs: Sequence[Run]) -> str:
@@ -197,7 +190,7 @@ def _share_of_epoch(run: Run, samples: float | None) -> float:
 def _counted(study: Study, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
     """Return the costs of a run's final model, which are counted once."""
     # The first costs of conversations were those of the language model alone.
-    identity = {"work": "costs", "version": 2, "batch": study.evaluation.batch}
+    identity = {"work": "costs", "version": 2, "batch": study.config.latency_batch}
     rows = table.runs[run.name][run.seed]
     costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.kind.count(study, run, model, rows))
     return costs
@@ -206,11 +199,10 @@ def _counted(study: Study, run: Run, measurer: Measurer, table: Table) -> dict[s
 def _draw_once(study: Study, run: Run, measurer: Measurer) -> None:
     """Draw what a model keeps, unless that is what its pictures in the study's folder show."""
     draw = study.kind.draw
-    maps = study.evaluation.maps
-    if draw is None or not maps:
+    if draw is None or not study.config.maps:
         return
     name = {"work": "pictures", "name": run.name}
-    shown = json.dumps({"maps": maps, **identity_of(run.final.config)}, sort_keys=True)
+    shown = json.dumps({"maps": study.config.maps, **identity_of(run.final.config)}, sort_keys=True)
     drawn = measurer.store.get(name) or {"shown": "", "titles": []}
     folder = study.comparison.folder
     # A user may have deleted some.

@@ -387,7 +387,7 @@ def image_study(config: ImageStudyConfig) -> Study:
         seeds=config.seeds,
         train_dense=config.train_dense,
     )
-    return Study(image_studies.STUDY, comparison, config.evaluation)
+    return Study(image_studies.STUDY, comparison, config)
 
 
 def tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
@@ -506,7 +506,7 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     told = tell(image_study(strict), table, runs, rows, {"images": []})
     assert text_of(told).startswith("Keep the dense model for batches of 16")
     assert "within 0.2 points?" in text_of(told)
-    assert strict.evaluation.identity == config.evaluation.identity
+    assert strict.evaluation == config.evaluation
     # Larger batches are another question: the stars and the mark are of those that are drawn.
     larger = dataclasses.replace(table, times={**table.times, ("image", 64): {name: [3.0] for name in runs}})
     told = tell(image_study(config), larger, runs, rows, {"images": []})
@@ -614,8 +614,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         ("mean_iou", 60.0, " 20 test images: intervals come with further seeds"),
     ):
         few = dataclasses.replace(timed, runs={name: {0: Measured({score: dense}, samples=20)} for name in ms})
-        evaluation = dataclasses.replace(config.evaluation, score=score)
-        scored = image_study(config)._replace(evaluation=evaluation)
+        scored = image_study(config)._replace(config=dataclasses.replace(config, score=score))
         few_told = tell(scored, few, runs, [], facts)
         assert re.search(limit, text_of(few_told))
     untold = tell(image_study(config), table, runs, [], facts)

@@ -68,11 +68,11 @@ def test_a_table_grows_and_takes_no_other_ones_place(
     folder = Path(study.output)
     folder.mkdir()
     runs = comparison_of(study).runs()
-    question_of(study.evaluation.identity, runs).keep(folder, ["dense", "a-mod-0.5", "random-0.5"])
+    question_of(study.evaluation, runs).keep(folder, ["dense", "a-mod-0.5", "random-0.5"])
     # Whichever version of mmod goes on.
     monkeypatch.setattr("mmod.io.store.__version__", "0.0")
     changed = dataclasses.replace(study, **changes)
-    other = question_of(changed.evaluation.identity, comparison_of(changed).runs())
+    other = question_of(changed.evaluation, comparison_of(changed).runs())
     # Nothing is lost where there is no table yet.
     other.check(folder)
     (folder / "tradeoff.json").write_text("{}")
@@ -88,7 +88,7 @@ def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
     folder = Path(study.output)
     folder.mkdir()
     (folder / "tradeoff.json").write_text("{}")
-    unknown = question_of(study.evaluation.identity, comparison_of(study).runs())
+    unknown = question_of(study.evaluation, comparison_of(study).runs())
     with pytest.raises(FolderTakenError, match=r"this study's is not known: question.json is not beside it"):
         unknown.check(folder)
     unknown.keep(folder, ["dense"])
@@ -96,7 +96,7 @@ def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
     for name, is_same in (("moved", True), ("other", False)):
         dense = merged(study.dense, {"model": {"checkpoint": str(tmp_path / f"{name}.safetensors")}})  # type: ignore[arg-type]
         renamed = dataclasses.replace(study, dense=dense)
-        question = question_of(renamed.evaluation.identity, comparison_of(renamed).runs())
+        question = question_of(renamed.evaluation, comparison_of(renamed).runs())
         if is_same:
             question.check(folder)
         else:
@@ -109,7 +109,7 @@ def test_of_models_that_are_not_trained_only_what_evaluates_them_differs(tmp_pat
     folder = Path(study.output)
     folder.mkdir()
     (folder / "tradeoff.json").write_text("{}")
-    question_of(study.evaluation.identity, comparison_of(study).runs()).keep(folder, ["dense", "a-mod-0.5"])
+    question_of(study.evaluation, comparison_of(study).runs()).keep(folder, ["dense", "a-mod-0.5"])
     for changes, difference in (
         ({"epochs": 7, "optim": {"lr": 0.5}, "schedule": {"warmup_epochs": 0}}, None),
         (
@@ -118,7 +118,7 @@ def test_of_models_that_are_not_trained_only_what_evaluates_them_differs(tmp_pat
         ),
     ):
         changed = dataclasses.replace(study, changes=changes)
-        question = question_of(changed.evaluation.identity, comparison_of(changed).runs())
+        question = question_of(changed.evaluation, comparison_of(changed).runs())
         if difference is None:
             question.check(folder)
             continue
@@ -153,7 +153,7 @@ def test_a_study_of_other_files_takes_no_table_and_an_older_one_goes_on(tmp_path
     (folder / "tradeoff.json").write_text("{}")
 
     def asked() -> Question:
-        return question_of(study.evaluation.identity, comparison_of(study).runs())
+        return question_of(study.evaluation, comparison_of(study).runs())
 
     asked().keep(folder, ["dense"])
     asked().check(folder)
