@@ -40,12 +40,12 @@ def check_files(data: object) -> None:
     files_of(data, "val")
 
 
-def data_files(data: object) -> str | None:
-    """Return what stands for the files that a config of data evaluates on: their number, and a checksum.
+def data_files(data: object, use: Use = "val") -> str | None:
+    """Return what stands for the files of a config of data: their number, and a checksum.
 
-    The checksum is of names and sizes, which a copy of the data has too. None for sets that are drawn, streamed or
-    remote, and for files that are not there. Of conversations the images are not looked up, nor the training data of
-    any set.
+    The checksum is of names and sizes, which a copy of the data has too. Of folders of training images it is of names
+    alone, as to look up a million sizes takes minutes on some disks. None for sets that are drawn, streamed or remote,
+    and for files that are not there. Of conversations the images are not looked up.
 
     Example:
         >>> data_files(DataConfig("digits:tiny")) is None
@@ -54,10 +54,10 @@ def data_files(data: object) -> str | None:
     paths: list[str] = []
     # What is missing is told by what opens it.
     with suppress(ValueError, FileNotFoundError):
-        paths = files_of(data, "val")
+        paths = files_of(data, use)
     if not paths:
         return None
-    return _looked_up(paths)
+    return _looked_up(paths, with_sizes=use == "val")
 
 
 def files_of(data: object, use: Use) -> list[str]:
@@ -117,18 +117,21 @@ def text_files(source: str) -> list[Path]:
     return paths
 
 
-def _looked_up(paths: Sequence[str]) -> str:
+def _looked_up(paths: Sequence[str], *, with_sizes: bool) -> str:
+    """Return the number and the checksum of files, and of those in folders, of which sizes may be left out."""
     names = hashlib.sha256()
     number = 0
     for path in paths:
         for file in _files_below(path):
             name = os.path.basename(file)
+            size = ""
             if file != path:
                 # Relative to a folder, which may be moved.
                 name = os.path.relpath(file, path)
             with suppress(OSError):
-                line = f"{name} {os.path.getsize(file)}\n"
-                names.update(line.encode(errors="surrogateescape"))
+                if with_sizes or file == path:
+                    size = f" {os.path.getsize(file)}"
+                names.update(f"{name}{size}\n".encode(errors="surrogateescape"))
                 number += 1
     noun = "file" if number == 1 else "files"
     return f"{number:,} {noun}, {names.hexdigest()[:8]}"

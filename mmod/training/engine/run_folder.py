@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import yaml
 
+from mmod.data.files import Use, data_files
 from mmod.data.labels import CLASSES, read_classes
 from mmod.io.files import (
     DamagedFileError,
@@ -39,6 +40,9 @@ from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
 
 _RESULT = "result.json"
+# What stands for the files that a run reads, by use.
+_FILES = "files.json"
+_USES: dict[Use, str] = {"train": "training", "val": "evaluation"}
 # A resumed run may change them as long as their product is the same.
 _BATCH_KEYS = frozenset({"world_size", "accumulate", "data.batch_size"})
 Result = TypeVar("Result", bound=RoutedResult | None, covariant=True)
@@ -116,6 +120,7 @@ def told_start(config: RunConfig, world: int) -> str:
     if is_finished(folder):
         return f"{folder}: the run has finished; its result would be read, and nothing trained"
     _check_result_is_due(config)
+    _check_files(config)
     check_free_of_others(folder)
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
     if not checkpoints:
@@ -135,7 +140,7 @@ def run_once(
     """Train in a locked folder, unless `read` returns the result of a run in it that has finished.
 
     Args:
-        train: Runs the training; receives a function that writes the config into the folder.
+        train: Runs the training; receives a function that writes the config and what it reads into the folder.
     """
     folder = Path(config.output)
     record = {**config.to_dict(), "world_size": world}
@@ -151,6 +156,8 @@ def run_once(
         if not (folder / RUN_CONFIG).exists():
             make_folder(folder)
             write_atomically(folder / RUN_CONFIG, yaml.safe_dump(record, sort_keys=False))
+        if not (folder / _FILES).exists():
+            write_json(folder / _FILES, _files_of(config), indent=1)
 
     # Without the lock first: a finished run is read from a read-only folder too.
     result = finished()
@@ -162,6 +169,7 @@ def run_once(
         # Another process may have finished the run in the meantime.
         result = finished()
         if result is None:
+            _check_files(config)
             result = train(write_config)
         return result
 
@@ -278,6 +286,32 @@ def _check_result_is_due(config: RunConfig) -> None:
             f"restore {_RESULT}, or evaluate the model by `mmod evaluate {folder}`. To train again, remove "
             f"{FINAL_MODEL}/ first, or choose another output"
         )
+
+
+def _files_of(config: RunConfig) -> dict[Use, str]:
+    """Return what stands for the files of a run's data by their use; sets without files have none."""
+    files = {use: data_files(config.data, use) for use in _USES}
+    return {use: known for use, known in files.items() if known is not None}
+
+
+def _check_files(config: RunConfig) -> None:
+    """Raise a ValueError if a run that goes on would read other files than it began with, as far as it recorded some.
+
+    Files that are missing are told by what opens them.
+    """
+    path = Path(config.output) / _FILES
+    if not path.exists():
+        return
+    recorded = read_json_object(path)
+    for use, files in _files_of(config).items():
+        before = recorded.get(use, files)
+        if files != before:
+            raise ValueError(
+                f"the {_USES[use]} data is no longer that with which the run in {config.output!r} began, by the names "
+                f"and sizes of its files: {before} then, {files} now. Restore them, remove {str(path)!r} to go on with "
+                f"mended files, or choose another output; there, `--model.checkpoint {config.output}` goes on from its "
+                "weights"
+            )
 
 
 def record_classes(folder: Path, numbers: Mapping[str, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from mmod.studies.audit.sets import read_set
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import create, evaluate, load
+from mmod.training.engine.run_folder import told_start
 from mmod.training.image.kind import ImageKind
 from mmod.training.kinds import estimate
 from tests.kit.processes import run_processes
@@ -165,8 +167,44 @@ def test_another_set_of_classes_does_not_resume(trained: Path, tmp_path: Path) -
     shutil.rmtree(tmp_path / "run" / "model")
     shutil.rmtree(tmp_path / "data" / "train" / "cow")
     shutil.rmtree(tmp_path / "data" / "val" / "cow")
+    with pytest.raises(ValueError, match="the training data is no longer that with which the run"):
+        fit(config, progress=False)
+    (tmp_path / "run" / "files.json").unlink()
     with pytest.raises(ValueError, match=r"classes\.json' records other classes .*gone: cow; new: none.*restore"):
         fit(config, progress=False)
+
+
+def test_a_run_with_other_files_does_not_resume_and_each_way_on_works(trained: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(trained / "data", data)
+    config = config_of(tmp_path / "run", data)
+    expected = fit(config, progress=False)
+    (image, *_) = sorted((data / "train").rglob("*.png"))
+    shutil.copy(image, image.with_name("further.png"))
+    # A finished run needs no data.
+    assert fit(config, progress=False).reused
+    (tmp_path / "run" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
+    told = r"training data is no longer .*: (\d+) files, \w{8} then, (\d+) files, \w{8} now\. Restore them, remove '"
+    for goes_on in (partial(fit, config, progress=False), partial(told_start, config, 1)):
+        with pytest.raises(ValueError, match=told) as refusal:
+            goes_on()
+        found = re.search(told, str(refusal.value))
+        assert found is not None
+        before, now = map(int, found.groups())
+        assert now == before + 1
+    image.with_name("further.png").unlink()
+    # Of training images the names count, and of those of the evaluation the sizes too; wherever they lie.
+    bytes_of = image.read_bytes()
+    image.write_bytes(bytes_of + b"0")
+    assert "start anew" in told_start(config, 1)
+    image.write_bytes(bytes_of)
+    (seen, *_) = sorted((data / "val").rglob("*.png"))
+    seen.write_bytes(seen.read_bytes() + b"0")
+    with pytest.raises(ValueError, match="the evaluation data is no longer"):
+        told_start(config, 1)
+    (tmp_path / "run" / "files.json").unlink()
+    assert fit(config, progress=False).evaluation == expected.evaluation
 
 
 @pytest.mark.parametrize(
