@@ -227,7 +227,7 @@ def one_of_many(value: Estimate, number: int) -> Estimate:
 
     Example:
         >>> print(one_of_many(Estimate(-4.0, -7.9, -0.1), 19))
-        -4.0 [-9.9, 1.9]
+        -4.0 [-10.0, 2.0]
     """
     wider = NormalDist().inv_cdf(1 - 0.025 / number) / _NORMAL
     if value.seeds is not None and value.seeds > 1:
