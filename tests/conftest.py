@@ -12,6 +12,7 @@
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
 - Checks of 200 conversations are kept, CLIP's tokeniser is made once, and blocks of equal models are tried once.
 - A fork server starts before the first test, and synthetic sets share one folder.
+- Workers end at once when their tests are done.
 - Files with slow tests come first. The process that hands out tests changes nothing.
 """
 
@@ -184,5 +185,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         start_server()
 
 
-# Not before: pytest looks for garbage several times when it ends.
-atexit.register(gc.unfreeze)
+def _end(process: int) -> None:
+    """End a worker without taking apart the millions of objects that its tests left, for which pytest would wait."""
+    if os.getpid() == process:
+        os._exit(0)
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before anything else registers: what is registered later is called earlier.
+    atexit.register(_end, os.getpid())
+else:
+    # Not before: pytest looks for garbage several times when it ends.
+    atexit.register(gc.unfreeze)
