@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,11 +49,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
 def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> Comparison:
     """Return what a study compares, by the training configs of the dense model and of fine-tuning it."""
     candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune is True), *config.routed()]
-    # As long as a fine-tuned model has been trained in all.
-    epochs = dense.epochs or 0
-    if config.tune:
-        epochs += tuned.epochs or 0
-    candidates += baselines_of(config, epochs)
+    candidates += baselines_of(config)
     left_out: Mapping[str, str] = {}
     if config.budgets_are_shares:
         candidates, left_out = fitted(candidates, dense)
@@ -61,7 +57,13 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
         # Last, as routed models are counted with their fitted numbers; in the table, baselines stand below.
         routed = [candidate for candidate in candidates if candidate.series not in config.baselines_by_series]
         baselines = [candidate for candidate in candidates if candidate.series in config.baselines_by_series]
-        candidates = [*routed, *shallow(routed, dense, epochs), *baselines]
+        candidates = [*routed, *shallow(routed, dense), *baselines]
+    # As long as a fine-tuned model has been trained in all, unless it says its own.
+    epochs = (dense.epochs or 0) + (tuned.epochs or 0 if config.tune else 0)
+    candidates = [
+        dataclasses.replace(one, changes=merged({"epochs": epochs}, one.changes)) if one.from_scratch else one
+        for one in candidates
+    ]
     candidates = with_controls(candidates, config.routers, config.controls, is_of_parts=not dense.part)
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
@@ -137,22 +139,13 @@ def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
     return merged(fields, changes)
 
 
-def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
-    """Yield every baseline, a model without a router; some kinds of study have them.
-
-    Args:
-        epochs: Length of a training from scratch.
-    """
-    for plain, settings in config.unrouted():
-        yield baseline(plain, settings, epochs)
+def baselines_of(config: StudyConfig) -> list[Candidate]:
+    """Return every baseline, a model without a router; some kinds of study have them."""
+    return [baseline(plain, settings) for plain, settings in config.unrouted()]
 
 
-def baseline(plain: Candidate, settings: Mapping[str, Any], epochs: int) -> Candidate:
-    """Return a candidate with what the kind of a baseline sets.
-
-    Args:
-        epochs: Length of a training from scratch.
-    """
+def baseline(plain: Candidate, settings: Mapping[str, Any]) -> Candidate:
+    """Return a candidate with what the kind of a baseline sets."""
     kind = settings.get("kind")
     one_of(f"baselines.{plain.name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
     if kind == "resolution":
@@ -174,23 +167,21 @@ def baseline(plain: Candidate, settings: Mapping[str, Any], epochs: int) -> Cand
             model = {**merged(shape, settings), "pretrained": False, "head": None}
             del model["kind"]
             return dataclasses.replace(plain, changes=merged({"model": model}, plain.changes))
-        return _from_scratch(plain, epochs, {"model": {"args": settings["args"]}})
+        return _from_scratch(plain, {"model": {"args": settings["args"]}})
     method = {key: value for key, value in settings.items() if key != "routing"}
     if read_method({key: value for key, value in method.items() if value != FIT}).replaces:
         # A model from scratch is not routed: `routing` is refused.
         read_method(settings)
-        return dataclasses.replace(_from_scratch(plain, epochs, {}), methods=(method,))
+        return dataclasses.replace(_from_scratch(plain, {}), methods=(method,))
     return dataclasses.replace(plain, methods=(method,), routing=settings.get("routing"))
 
 
-def _from_scratch(plain: Candidate, epochs: int, changes: Mapping[str, object]) -> Candidate:
-    """Return a candidate that is trained from random weights for some epochs, unless it says its own."""
-    return dataclasses.replace(
-        plain, from_scratch=True, is_trained=True, changes=merged({"epochs": epochs, **changes}, plain.changes)
-    )
+def _from_scratch(plain: Candidate, changes: Mapping[str, object]) -> Candidate:
+    """Return a candidate that is trained from random weights."""
+    return dataclasses.replace(plain, from_scratch=True, is_trained=True, changes=merged(changes, plain.changes))
 
 
-def shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> list[Candidate]:
+def shallow(candidates: Sequence[Candidate], dense: RunConfig) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
     model = sketch(kind_of(dense.started_from(None)))
     assert dense.image_shape is not None
@@ -205,7 +196,7 @@ def shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> l
     added = []
     for fewer in sorted(depths - {depth}):
         candidate = Candidate(f"shallow-{fewer}-blocks", series="shallow")
-        added.append(_from_scratch(candidate, epochs, {"model": {"args": {"depth": fewer}}}))
+        added.append(_from_scratch(candidate, {"model": {"args": {"depth": fewer}}}))
     return added
 
 

@@ -115,10 +115,7 @@ class StudyConfig(Checked):
             object.__setattr__(self, "output", f"runs/tradeoff/{folder_name(_name_of(self.dense))}{tuned}")
         self.check_settings()
         # What is wrong in a series is told now, and not after the training of the dense model.
-        for candidate in self.routed():
-            # A name that promises the method of a paper must keep it.
-            if candidate.series in PRESETS and candidate.routing is not None:
-                self.check_named(candidate.series, candidate.routing)
+        list(self.routed())
         if self.tune and not self.finetune:
             # A silent default would repeat the dense model's whole schedule for each model.
             raise ValueError(
@@ -191,15 +188,15 @@ class StudyConfig(Checked):
                 # A series that names its budgets says what each of them sets.
                 for budget, differing in fields["budgets"].items():
                     if self._is_run(budget):
-                        yield self._routed(series, budget, {**shared, **differing}, capacity=None)
+                        yield self._routed(series, budget, {**shared, **differing})
             elif self._is_one(series):
-                yield self._routed(series, None, fields, capacity=None)
+                yield self._routed(series, None, fields)
             else:
                 for capacity in self.capacities:
                     yield self._routed(series, capacity, fields, capacity)
 
     def _routed(
-        self, series: str, budget: float | None, fields: Mapping[str, Any], capacity: float | None
+        self, series: str, budget: float | None, fields: Mapping[str, Any], capacity: float | None = None
     ) -> Candidate:
         """Return the model of a series at a budget, with the routing that its fields set, or the search of one."""
         plain = self._candidate(series, budget, fields)
@@ -210,8 +207,15 @@ class StudyConfig(Checked):
             if budget is not None:
                 options = {**options, "budget": budget}
             return dataclasses.replace(plain, search=from_plain(PlanOptions, options, f"routers.{series}.search"))
-        routing = self.routing_at({key: value for key, value in fields.items() if key not in RUN_FIELDS}, capacity)
-        return dataclasses.replace(plain, routing=routing)
+        parts = self.parts_in({key: value for key, value in fields.items() if key not in RUN_FIELDS})
+        if capacity is not None:
+            parts = {part: {**routing, "capacity": capacity} for part, routing in parts.items()}
+        # A name that promises the method of a paper must keep it.
+        if series in PRESETS:
+            for routing in parts.values():
+                _check_named(series, routing)
+        # Configs of one part have its routing itself.
+        return dataclasses.replace(plain, routing=parts.get("", parts))
 
     def unrouted(self) -> Iterator[tuple[Candidate, dict[str, Any]]]:
         """Yield the model of every baseline at every budget that is run, with the fields that make it cheaper."""
@@ -242,42 +246,17 @@ class StudyConfig(Checked):
         """Whether a series sets its capacity or budget itself, so that it is run once."""
         fields = self.routers.get(series, {})
         # One that names budgets is run at each of them, whatever they share.
-        return "budgets" not in fields and (self.sets_capacity(fields) or "budget" in fields.get("search", {}))
+        sets_capacity = any("capacity" in routing for routing in self.parts_in(fields).values())
+        return "budgets" not in fields and (sets_capacity or "budget" in fields.get("search", {}))
 
-    def sets_capacity(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether the fields of a series say how many tokens are kept."""
-        return "capacity" in fields
+    def parts_in(self, fields: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """Return the routing of each part in the fields of a series, by name; "" is the only part of a config."""
+        return {"": fields}
 
     def _name_at(self, series: str, budget: float | None) -> str:
         if budget is None or self._is_one(series):
             return series
         return f"{series}-{budget:g}"
-
-    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
-        """Return a run's `routing` from that of a series and a capacity, None for its own."""
-        if capacity is None:
-            return dict(fields)
-        return {**fields, "capacity": capacity}
-
-    def check_named(self, series: str, routing: Mapping[str, object]) -> None:
-        """Raise a ValueError if a series is named after a preset and its routing decides in another way.
-
-        Blocks, capacities, gates, losses and options for language models may differ.
-        """
-        # A plan says block by block what is decided.
-        if "plan" in routing:
-            return
-        named = preset(series)
-        # What is still to be fitted is a number, and no option that is compared.
-        known = read_routing({key: value for key, value in routing.items() if key != "depth" and value != FIT})
-        for option in ("router", "select", "skipped", "operator", "context"):
-            expected = spelled(getattr(named, option))
-            actual = spelled(getattr(known, option))
-            if actual != expected:
-                raise ValueError(
-                    f"routers.{series} is named after a preset with {option}={expected!r}, and has "
-                    f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
-                )
 
     def _check_following(self) -> None:
         """Raise for what is wrong in the study that follows, before this one runs."""
@@ -406,6 +385,27 @@ def refuse_set_by_study(what: str, changes: Mapping[str, object], *more: str) ->
     reserved = sorted({"output", "seed", "routing", *more} & set(changes))
     if reserved:
         raise ValueError(f"{what} must not set {', '.join(reserved)}: the study sets them")
+
+
+def _check_named(series: str, routing: Mapping[str, object]) -> None:
+    """Raise a ValueError if a series is named after a preset and its routing decides in another way.
+
+    Blocks, capacities, gates, losses and options for language models may differ.
+    """
+    # A plan says block by block what is decided.
+    if "plan" in routing:
+        return
+    named = preset(series)
+    # What is still to be fitted is a number, and no option that is compared.
+    known = read_routing({key: value for key, value in routing.items() if key != "depth" and value != FIT})
+    for option in ("router", "select", "skipped", "operator", "context"):
+        expected = spelled(getattr(named, option))
+        actual = spelled(getattr(known, option))
+        if actual != expected:
+            raise ValueError(
+                f"routers.{series} is named after a preset with {option}={expected!r}, and has "
+                f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
+            )
 
 
 def _check_run_fields(name: str, fields: Mapping[str, Any]) -> None:

@@ -248,18 +248,9 @@ class PairsStudyConfig(StudyConfig):
                 for tower in _TOWERS:
                     check_value(f"routers.{series}.{tower}", settings.get(tower, {}), Mapping[str, Any])
 
-    def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
-        """Check the routing of each tower; see `StudyConfig.check_named`."""
-        for tower in routing.values():
-            super().check_named(series, tower)
-
-    def sets_capacity(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether a tower says how many of its tokens are kept."""
-        return any("capacity" in fields.get(tower, {}) for tower in _TOWERS)
-
-    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
-        """Return the routing of both towers at a capacity."""
-        return {tower: StudyConfig.routing_at(self, settings, capacity) for tower, settings in fields.items()}
+    def parts_in(self, fields: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """Return the routing of each tower that a series names; see `StudyConfig.parts_in`."""
+        return {tower: fields[tower] for tower in fields if tower in _TOWERS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,13 +292,9 @@ class ChatStudyConfig(StudyConfig):
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
 
-    def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
-        """Check the routing of the part; see `StudyConfig.check_named`."""
-        super().check_named(series, routing[self.part])
-
-    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
-        """Return the routing of the part that is routed."""
-        return {self.part: super().routing_at(fields, capacity)}
+    def parts_in(self, fields: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """Return the routing of the part that is routed; see `StudyConfig.parts_in`."""
+        return {self.part: fields}
 
 
 CONFIGS: dict[str, type[StudyConfig]] = {

@@ -255,7 +255,7 @@ def test_a_method_from_outside_is_trained_evaluated_and_studied(half: Any, tmp_p
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
     baselines = {"half": {0.5: {"kind": "half", "block": 1}}}
     study = ImageStudyConfig(output="", dense={}, baselines=baselines, finetune={"epochs": 1})
-    (candidate,) = baselines_of(study, epochs=1)
+    (candidate,) = baselines_of(study)
     assert run_config_of(candidate, config).applied == (half(1),)
 
 

@@ -896,7 +896,7 @@ def test_the_smallest_study_compares_at_the_budgets_of_advice(monkeypatch: pytes
     monkeypatch.setattr(untrained, "at_budgets", unfitted)
     untrained.image_candidates(timm.create_model("test_vit"), "image", 6, torch.empty(1, 3, 160, 160), (16, 16))
     config = ImageStudyConfig(**read_yaml("my-model"))
-    studied = [one for one in (*config.routed(), *baselines_of(config, 0)) if one.series != "pixelprune"]
+    studied = [one for one in (*config.routed(), *baselines_of(config)) if one.series != "pixelprune"]
     assert {one.name: (one.series, one.budget, one.routing) for one in studied} == {
         one.name: (one.series, one.budget, one.routing) for one in advised
     }
