@@ -80,12 +80,14 @@ class ChatEstimate(RunEstimate):
         backward = "" if self.tower_trains else " (no backward pass)"
         lines = [
             super().__str__(),
-            f"{self.samples} conversations of {self.tokens} tokens, {self.image_tokens} of images; at most "
-            f"{self.longest}; {self.answers:.1f} to learn",
+            f"{self.samples} conversations of {self.tokens} tokens on average, {self.image_tokens} of images and "
+            f"{self.answers:.1f} to learn; the longest has {self.longest}",
             f"forward GFLOPs of the vision tower: {self.vision / 1e9:.4g}{backward}; of the dense model: "
             f"{self.dense / 1e9:.4g}",
-            f"{len(self.kept)} of {self.depth} layers are routed, by {self.router_parameters:,} parameters",
         ]
+        if self.kept:
+            routers = f"{self.router_parameters:,} parameters"
+            lines.append(f"{len(self.kept)} of {self.depth} layers are routed, by {routers}")
         for name, share in self.kept.items():
             rule = "by threshold" if share is None else f"keeps {share:g}"
             lines.append(f"  {name}: {rule}")

@@ -224,6 +224,9 @@ def test_estimate_agrees_with_the_model(folder: Path) -> None:
     assert cost.activation_bytes < estimate(vlm_config(folder)).activation_bytes
     assert estimate(replace(config, trainer={"per_device_train_batch_size": 8, "num_train_epochs": 2})).steps == 64
     assert "3 of 4 layers are routed" in str(cost)
+    dense = str(estimate(replace(config, routing=None)))
+    assert f"256 conversations of {cost.tokens} tokens on average, {cost.image_tokens} of images and " in dense
+    assert "routed" not in dense
     free, masked = (
         estimate(vlm_config(folder, routing=MASKED, data=replace(config.data, protected=protected)))
         for protected in (None, "question")
