@@ -553,10 +553,8 @@ def guessing(correct: float, classes: int | None, samples: int) -> str:
         classes: Number of classes that the model chooses from.
 
     Example:
-        >>> guessing(0.27, classes=5, samples=100)
-        'the dense model is hardly better than chance (20 %), so that differences to it say nothing.'
-        >>> guessing(0.29, classes=5, samples=100)
-        ''
+        >>> bool(guessing(0.27, classes=5, samples=100)), bool(guessing(0.29, classes=5, samples=100))
+        (True, False)
     """
     if classes is None or classes < 2 or not samples:
         return ""
@@ -565,7 +563,10 @@ def guessing(correct: float, classes: int | None, samples: int) -> str:
     if correct > chance + 2 * math.sqrt(chance * (1 - chance) / samples):
         return ""
     percent = f"{100 * chance:.3g} %"
-    return f"the dense model is hardly better than chance ({percent}), so that differences to it say nothing."
+    return (
+        f"the dense model is hardly better than chance ({percent}), so that differences to it say nothing. It needs "
+        "more training, or the labels or the preprocessing are not those it was trained with."
+    )
 
 
 def batches_of(size: int, samples: str = "images") -> str:

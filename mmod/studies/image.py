@@ -238,7 +238,7 @@ def tell_of(
         by_sample = to_dense if is_by_sample else []
         limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
     if guesses and not found:
-        limits.append(guesses.capitalize())
+        limits.append(guesses[0].upper() + guesses[1:])
     if not comparison.train_dense:
         limits.append("All models start from one dense model; another may rank them differently.")
     if is_repeated and not has_intervals:
