@@ -58,12 +58,13 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
         routed = [candidate for candidate in candidates if candidate.series not in config.baselines_by_series]
         baselines = [candidate for candidate in candidates if candidate.series in config.baselines_by_series]
         candidates = [*routed, *shallow(routed, dense), *baselines]
-    # As long as a fine-tuned model has been trained in all, unless it says its own.
-    epochs = (dense.epochs or 0) + (tuned.epochs or 0 if config.tune else 0)
-    candidates = [
-        dataclasses.replace(one, changes=merged({"epochs": epochs}, one.changes)) if one.from_scratch else one
-        for one in candidates
-    ]
+    # From scratch, as long as a fine-tuned model has been trained in all, unless a candidate says its own.
+    epochs = dense.epochs or 0
+    if config.tune:
+        epochs += tuned.epochs or 0
+    for number, one in enumerate(candidates):
+        if one.from_scratch:
+            candidates[number] = dataclasses.replace(one, changes=merged({"epochs": epochs}, one.changes))
     candidates = with_controls(candidates, config.routers, config.controls, is_of_parts=not dense.part)
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
