@@ -249,7 +249,7 @@ class Advice:
         # `mmod evaluate` and studies have the time of one.
         dense = f"The dense model takes {self.milliseconds / self.batch_size:.3g} ms per {sample}"
         if self.batch_size > 1:
-            dense += f", {self.milliseconds:.1f} ms for {self.batch_size}"
+            dense += f", {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
         if self.cache is not None:
             dense += f", with a KV cache of {self.cache / 2**20:.3g} MiB on average"
         if self.accuracy is not None:
