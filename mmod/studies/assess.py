@@ -49,7 +49,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     runner = Runner(progress=False)
     table = Table()
     with _batches_of(config) as batches:
-        measurer = Measurer(partial(_evaluated, batches, progress), Store(), keeps_all=True)
+        measurer = Measurer(partial(_evaluated, batches, progress), Store())
         for run in compare(table, [runs], measurer, runner):
             model = measurer.final(run)
             dense = _dense_of(model)

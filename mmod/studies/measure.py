@@ -53,9 +53,8 @@ class Measurer:
     measure: Measure
     store: Store  # Keeps evaluations without training.
     plans: dict[Path, dict[float, dict[str, Any]]] = field(default_factory=dict)  # By folder of the search and budget.
-    models: dict[str, nn.Module] = field(default_factory=dict)  # By their config.
-    # In the end all are timed in turns: they are kept until a model is trained. Without times, only the last is.
-    keeps_all: bool = False
+    # By their config. In the end all are timed in turns: they are kept until a model is trained.
+    models: dict[str, nn.Module] = field(default_factory=dict)
 
     def __call__(self, run: Run, callback: Callback) -> Measured | None:
         """Return the rows of a run; None of the one that others start from, which nothing is compared with."""
@@ -73,8 +72,6 @@ class Measurer:
         """Return the model that a run starts from: the same again for the same config."""
         key = str(kind.config)
         if key not in self.models:
-            if not self.keeps_all:
-                self.models.clear()
             self.models[key] = load(kind)
         return self.models[key]
 

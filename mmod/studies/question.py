@@ -63,8 +63,7 @@ class Question:
     def _check_data(self, folder: Path, answered: Mapping[str, Any]) -> None:
         """Raise a FolderTakenError if the results in a folder, with a table or without, are of other files of data."""
         data = self.evaluation.get(_DATA)
-        # What older studies did not record is not compared.
-        changes = differences({_DATA: answered["evaluation"].get(_DATA, data)}, {_DATA: data})
+        changes = differences({_DATA: answered["evaluation"].get(_DATA)}, {_DATA: data})
         if changes:
             raise FolderTakenError(
                 f"{str(folder)!r} has results of other evaluation data: restore its files, or name another folder, "
@@ -73,8 +72,7 @@ class Question:
 
     def _changes_from(self, answered: Mapping[str, Any]) -> str:
         """Return what keeps a study from going on with an answered one; empty where nothing does."""
-        data = {_DATA: self.evaluation.get(_DATA)}
-        changes = differences({**answered["evaluation"], **data}, {**self.evaluation, **data})
+        changes = differences(answered["evaluation"], self.evaluation)
         if changes:
             return changes
         for name in [name for name in self.models if name in answered["models"]]:

@@ -92,7 +92,7 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
     rated = " besides runs that try learning rates" if trials else ""
     runner.say(". ".join([f"{compared_models(comparison, runs)}{rated}{ahead}", *comparison.notes]))
-    measurer = Measurer(partial(study.kind.measure, study), store, keeps_all=True)
+    measurer = Measurer(partial(study.kind.measure, study), store)
     table = Table(weigh=study.kind.weigh)
     if rates is not None:
         table.rates = best_rates(runs, rates, measurer.store, runner, rates_folder)
@@ -189,8 +189,7 @@ def _share_of_epoch(run: Run, samples: float | None) -> float:
 
 def _counted(study: Study, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
     """Return the costs of a run's final model, which are counted once."""
-    # The first costs of conversations were those of the language model alone.
-    identity = {"work": "costs", "version": 2, "batch": study.config.latency_batch}
+    identity = {"work": "costs", "batch": study.config.latency_batch}
     rows = table.runs[run.name][run.seed]
     costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.kind.count(study, run, model, rows))
     return costs

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import pickle
 import shutil
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,28 +38,25 @@ def tiny_config(output: Path) -> TrainConfig:
     return TrainConfig.from_dict({"data": data, "model": model, "output": str(output), "epochs": 1, "epoch_steps": 1})
 
 
-def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_the_next_run(
+def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(tiny_config(tmp_path / "dense"), progress=False)
     kind = ImageKind(tiny_config(tmp_path / "compared").started_from(str(tmp_path / "dense")))
     candidates = [Candidate(DENSE), *(Candidate(name, routing={"router": name}) for name in ("norm", "random"))]
     comparison = Comparison(candidates=candidates, dense=kind.config)
-    loaded: list[weakref.ref[nn.Module]] = []
+    loaded: list[nn.Module] = []
 
     def tracked(kind: ImageKind) -> nn.Module:
-        gc.collect()
-        assert not [model for model in loaded if model() is not None]
-        model = load(kind)
-        loaded.append(weakref.ref(model))
-        return model
+        loaded.append(load(kind))
+        return loaded[-1]
 
     def draws() -> dict[str, float]:
         store = Store(tmp_path / "compared" / STORE)
         measurer = Measurer(measure_run, store)
         drawn = {}
         for run in compare(Table(), [comparison.checked_runs()], measurer, Runner(progress=False)):
-            assert measurer.final(run) is loaded[-1]()
+            assert measurer.final(run) is loaded[-1]
             drawn[run.name] = float(torch.rand(()))
         return drawn
 
@@ -76,6 +71,10 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
     kept.load(kind)
     assert kept.models
     assert not pickle.loads(pickle.dumps(kept)).models
+    (run, *_) = comparison.runs()
+    kept = dataclasses.replace(kept, measure=lambda run, callback, measurer: Measured({}, samples=len(measurer.models)))
+    assert kept(run, print) == Measured({}, samples=1)
+    assert kept(dataclasses.replace(run, is_trained=True), print) == Measured({})
 
 
 @pytest.mark.parametrize(

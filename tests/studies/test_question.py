@@ -141,7 +141,7 @@ def test_a_study_that_was_interrupted_as_it_went_on_still_answers_for_its_table(
         fewer.check(tmp_path, report)
 
 
-def test_a_study_of_other_files_takes_no_table_and_an_older_one_goes_on(tmp_path: Path) -> None:
+def test_a_study_of_other_files_takes_no_table(tmp_path: Path) -> None:
     image = tmp_path / "data/val/class/a.png"
     image.parent.mkdir(parents=True)
     image.write_bytes(b"1234")
@@ -166,12 +166,13 @@ def test_a_study_of_other_files_takes_no_table_and_an_older_one_goes_on(tmp_path
     with pytest.raises(FolderTakenError, match=told):
         asked().check(folder)
     (folder / "tradeoff.json").write_text("{}")
-    # It did not record its files.
+    # Nor one that did not record its files.
     record = folder / QUESTION
     answered = json.loads(record.read_text())
     del answered["evaluation"]["data"]
     record.write_text(json.dumps(answered))
-    asked().check(folder)
+    with pytest.raises(FolderTakenError, match="data: None there, '2 files"):
+        asked().check(folder)
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,6 @@ def _record(folder: Path, config: Any) -> None:
     record = {**record_of(config), "weights": weights, "files": data_files(config.data)}
     existing = read_record(folder, _CONFIG)
     if existing is not None:
-        # What older audits did not record is not compared.
-        for name in {"weights", "files"} - existing.keys():
-            del record[name]
         recorded = existing.get("weights", {})
         for name in [name for name, sums in weights.items() if not sums and recorded.get(name)]:
             path = config.model.weights.get(name, name)

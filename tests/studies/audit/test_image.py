@@ -114,9 +114,9 @@ def test_an_audit_of_other_weights_or_files_is_refused(run: Path, tmp_path: Path
     record.write_text(json.dumps({**fields, "files": "2 files, 12345678"}))
     with pytest.raises(FolderTakenError, match="files: '2 files, 12345678' there, None now"):
         commands.audit(arguments)
-    # One that was written before either was recorded.
-    record.write_text(json.dumps({name: value for name, value in fields.items() if name not in ("weights", "files")}))
-    commands.audit(arguments)
+    record.write_text(json.dumps({name: value for name, value in fields.items() if name != "weights"}))
+    with pytest.raises(FolderTakenError, match=r"weights\.checkpoint: not set there, '\w{8}' now"):
+        commands.audit(arguments)
 
 
 def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
