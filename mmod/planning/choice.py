@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from mmod.analysis.statistics import (
+    FEWEST,
     MOST,
     Estimate,
     chance_within,
@@ -238,7 +239,12 @@ class Recommendation:
         if self.guessing:
             return f"Nothing is advised: {self.guessing}"
         if not self.is_tested:
-            return f"No interval tells what is within {self.limit} for {self.where}: these lose least by their means."
+            untold = f"No interval tells what is within {self.limit} for {self.where}"
+            if self.samples != SEEDS:
+                untold += f" (it takes at least {FEWEST} {self.samples})"
+            if not self.roles:
+                return f"{untold}, and nothing tried is {self.speed or _SPEEDS[0]:g} times as fast."
+            return f"{untold}: these lose least by their means."
         named = self.named
         if named is None:
             return f"Keep the dense model for {self.where}: {self._kept}."

@@ -318,6 +318,11 @@ def _check_candidates(candidates: Sequence[Candidate] | None, models: Mapping[st
                 f"candidate {candidate.name!r} is one of a study, and advice trains nothing: set only its routing and "
                 'methods, such as {"kind": "resize"} for smaller images'
             )
+        if candidate.routing is None and not candidate.methods:
+            raise ValueError(
+                f"candidate {candidate.name!r} is the dense model: give it a routing or methods, such as "
+                'Candidate("gradual", routing={"preset": "gradual"})'
+            )
 
 
 def _prompts(

@@ -81,7 +81,7 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
         # Untuned models are evaluated on the data and in the precision of the dense one.
         train=tuned if config.tune else None,
         seeds=config.seeds,
-        train_dense=config.train_dense,
+        train_dense=bool(config.train_dense),
         bases=config.bases,
         notes=notes,
         keys=("changes", "finetune"),

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from mmod.config import PRESETS, preset, rational, read_routing, spelled
+from mmod.config import PRESETS, ROUTING_FIELDS, preset, rational, read_routing, spelled
 from mmod.io.configs import existing_config
 from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
-from mmod.opening.runs import RUN_CONFIG, find_weights
+from mmod.names import similar
+from mmod.opening.runs import RUN_CONFIG, find_run, find_weights
 from mmod.plain import from_plain
 from mmod.planning.candidate import FIT, TOLERANCE, Candidate, PlanOptions
 from mmod.values import Checked, check_value, refuse_unknown
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 RUN_FIELDS = ("image_size", "changes", "tune")
 """Fields of a series or baseline that describe its runs instead of what makes the model cheaper."""
+_SERIES_FIELDS = ("preset", "search", "budgets", *RUN_FIELDS)
 
 
 @contextmanager
@@ -67,7 +69,8 @@ class StudyConfig(Checked):
             Where `tune` is set, there is at least one.
         budgets: The budgets of series and baselines that are run; null for all.
         capacities: Capacities of the routed blocks; null runs a series as it is, like one that sets `capacity`.
-        train_dense: Train the dense model first; False loads it as the config's `model` says.
+        train_dense: Train the dense model first; False loads it as the config's `model` says. Null trains it unless
+            `dense` names a run.
         tune: Fine-tune all models, the dense one like the others; "others" leaves the dense one as it is, and False
             evaluates routed models without training.
         before: Also evaluate models before they are fine-tuned.
@@ -95,7 +98,7 @@ class StudyConfig(Checked):
     finetune: dict[str, Any] = field(default_factory=dict)
     budgets: list[float] | None = None
     capacities: list[float | None] = field(default_factory=lambda: [0.5])
-    train_dense: bool = True
+    train_dense: bool | None = None
     tune: bool | Literal["others"] = True
     before: bool = True
     tolerance: Annotated[float, "[0, 1)"] = TOLERANCE
@@ -113,6 +116,8 @@ class StudyConfig(Checked):
         if not self.output:
             tuned = "-tuned" if self.tune else ""
             object.__setattr__(self, "output", f"runs/tradeoff/{folder_name(_name_of(self.dense))}{tuned}")
+        if self.train_dense is None:
+            object.__setattr__(self, "train_dense", not _names_run(self.dense))
         self.check_settings()
         # What is wrong in a series is told now, and not after the training of the dense model.
         list(self.routed())
@@ -132,6 +137,11 @@ class StudyConfig(Checked):
             if capacity is not None:
                 rational(capacity)
         for series, fields in self.routers.items():
+            for key in fields:
+                near = similar(key, _SERIES_FIELDS, cutoff=0.8)
+                # All others are options of its routing, which checks them.
+                if near and key not in (*_SERIES_FIELDS, *ROUTING_FIELDS):
+                    raise ValueError(f"unknown key routers.{series}.{key}; near ones: {', '.join(near)}")
             check_value(f"routers.{series}.search", fields.get("search", {}), Mapping[str, Any])
             check_value(f"routers.{series}.budgets", fields.get("budgets", {}), dict[float, dict[str, Any]])
             if "preset" in fields:
@@ -366,6 +376,12 @@ class StudyConfig(Checked):
         sizes = sorted({*self.latency_batches, self.latency_batch})
         # The size that is drawn has the plain names, as where it is the only one.
         return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
+
+
+def _names_run(dense: str | Mapping[str, Any]) -> bool:
+    """Return whether the dense model is that of a run, by its folder, and not one that a config describes."""
+    named = dense.get(BASE_KEY) if isinstance(dense, Mapping) else dense
+    return named is not None and find_run(str(named)) is not None
 
 
 def _name_of(dense: str | Mapping[str, Any]) -> str:

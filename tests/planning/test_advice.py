@@ -728,6 +728,7 @@ def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: Any, 
     [
         (["gradual"], "candidates must be several values, each a Candidate or null, got"),
         ([], "candidates must name at least one"),
+        ([Candidate("a")], "candidate 'a' is the dense model: give it a routing or methods"),
         *(
             ([Candidate("a", **fields)], "candidate 'a' is one of a study, and advice trains nothing")  # type: ignore[arg-type]
             for fields in (

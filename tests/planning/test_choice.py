@@ -432,6 +432,11 @@ def test_without_intervals_only_speeds_are_told() -> None:
         ["single images, 1.5 times", "a", "1.60", "-2.0", "unclear: more seeds would tell"],
         ["single images, 2 times", "none as fast", "", "", ""],
     ]
+    few = dataclasses.replace(among([alternative("a", 0.9, Estimate(0.02))]), samples="images", where="single images")
+    assert few.sentence == (
+        f"No interval tells what is within 2 points for single images (it takes at least {FEWEST} images), and nothing "
+        "tried is 1.25 times as fast."
+    )
 
 
 @pytest.mark.parametrize(

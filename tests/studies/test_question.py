@@ -34,6 +34,19 @@ def study_in(folder: Path, **changes: Any) -> ImageStudyConfig:
     return ImageStudyConfig(output=str(folder / "out"), **{**fields, **changes})
 
 
+def test_a_run_is_loaded_and_a_config_trained_unless_the_study_says_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("world_size: 1\n")
+    run = str(tmp_path)
+    # What is described, and what a file describes, is not there yet.
+    trained = {"digits": True, "another.yaml": True, f"{run}/config.yaml": True, run: False}
+    for named, expected in trained.items():
+        for dense in (named, {"base": named, "epochs": 1}):
+            config = ImageStudyConfig(dense=dense, routers={"x": {"router": "norm"}}, tune=False)
+            assert config.train_dense == expected
+            assert dataclasses.replace(config, train_dense=not expected).train_dense != expected
+    assert ImageStudyConfig(dense=dict(DENSE), routers={"x": {"router": "norm"}}, tune=False).train_dense
+
+
 GROWN = [
     {},
     {"seeds": 3},
