@@ -132,12 +132,17 @@ def _diagonals(grid: tuple[int, int], sides: tuple[int, int, int]) -> list[int]:
         sides: Frames, rows and columns of a cell.
     """
     frames, height, width = sides
-    sizes = [0] * (frames + height + width - 2)
-    for frame, row, column in product(range(frames), range(height), range(width)):
-        # Of cells that have such a patch: those at the lower and right edges may be smaller.
-        down = -(-(grid[0] - row) // height)
-        across = -(-(grid[1] - column) // width)
-        sizes[frame + row + column] += down * across
+    sizes = []
+    for diagonal in range(frames + height + width - 2):
+        size = 0
+        for frame, row in product(range(frames), range(height)):
+            column = diagonal - frame - row
+            if 0 <= column < width:
+                # Of cells that have such a patch: those at the lower and right edges may be smaller.
+                down = -(-(grid[0] - row) // height)
+                across = -(-(grid[1] - column) // width)
+                size += down * across
+        sizes.append(size)
     return sizes
 
 

@@ -244,6 +244,17 @@ def test_a_graph_reads_the_pixels_of_its_images(is_exported: bool) -> None:
         torch.testing.assert_close(output(graph, images), y, atol=2e-5, rtol=2e-5)
 
 
+def test_one_graph_serves_grids_of_any_size() -> None:
+    torch._dynamo.reset()
+    graph = torch.compile(find_duplicates, backend="eager", fullgraph=True, dynamic=True)
+    for rows, columns, stance in ((4, 5, "default"), (7, 6, "fail_on_recompile")):
+        pixels = torch.randint(0, 2, (2, rows, columns, 1, 2)).float()
+        expected = find_duplicates(pixels, 0.0, 2, torch.ones(1))
+        with torch.compiler.set_stance(stance):
+            actual = graph(pixels, 0.0, 2, torch.ones(1))
+        assert all(map(torch.equal, actual, expected))
+
+
 @torch.no_grad()
 def test_a_saved_tower_is_the_same(tmp_path: Path) -> None:
     model = route(make_model("test_vit"), "image", router={"tolerance": 3.0, "cell": 2})
