@@ -201,13 +201,17 @@ def _count_prefill(model: nn.Module, prompt: Prompt, kept: Shares, beside: _Dens
     cached = [cache.keys.shape[-2] for cache in caches]
     # The last layers may have no keys of their own.
     cached += [0] * (len(rows) - len(caches))
+    blocks = tuple(dataclasses.replace(row, cached=keys) for row, keys in zip(rows, cached))
     head = sum(routed_count.flops[name] for name in prefill.heads)
+    rest = BlockFlops(REST, 0, 0, head, head)
     vision = None
     if prompt.pixels is not None:
         vision = vision_flops(model, prompt.pixels, kept)
+        blocks = (*vision.blocks, *blocks)
+        rest = BlockFlops(REST, 0, 0, head + vision.rest.dense, head + vision.rest.routed)
     return PrefillFlops(
-        blocks=tuple(dataclasses.replace(row, cached=keys) for row, keys in zip(rows, cached)),
-        rest=BlockFlops(REST, 0, 0, head, head),
+        blocks=blocks,
+        rest=rest,
         tokens=prompt.tokens,
         image_tokens=sum(prompt.images),
         cache_bytes=_bytes(caches),

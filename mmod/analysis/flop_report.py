@@ -140,10 +140,12 @@ class FlopReport(FlopCounts):
 class PrefillFlops(FlopCounts):
     """The cost of reading one prompt, one row per decoder layer; `rest` is the logits of the last token.
 
+    Of a prompt with pixels, the blocks of the vision tower come first, and `rest` has what else images cost.
+
     Args:
         image_tokens: Image tokens among the `tokens` of the prompt.
-        vision: The cost of the images before the language model reads them, in `dense` and `routed` too; None if the
-            prompt came without pixels.
+        vision: The cost of the images before the language model reads them, alone; None if the prompt came without
+            pixels.
         cache_bytes: Bytes of the KV cache of the prompt, over all layers, in the model's dtype.
     """
 
@@ -152,30 +154,6 @@ class PrefillFlops(FlopCounts):
     cache_bytes: int
     dense_cache_bytes: int
     vision: FlopCounts | None = None
-
-    @property
-    def dense(self) -> int:
-        """FLOPs of the dense model."""
-        flops = super().dense
-        if self.vision is not None:
-            flops += self.vision.dense
-        return flops
-
-    @property
-    def routed(self) -> int:
-        """FLOPs of the routed model, with routers and importance."""
-        flops = super().routed
-        if self.vision is not None:
-            flops += self.vision.routed
-        return flops
-
-    @property
-    def importance(self) -> int:
-        """FLOPs of importance, included in `routed`."""
-        flops = super().importance
-        if self.vision is not None:
-            flops += self.vision.importance
-        return flops
 
     @property
     def cache_share(self) -> float:
@@ -192,15 +170,6 @@ class PrefillFlops(FlopCounts):
             f"{self.cache_share:.3f} of the cache, {self.cache_bytes:,} bytes",
             *super().summary(),
         ]
-
-    def rows(self) -> list[list[str]]:
-        """Return the counts in MFLOPs as rows of a table, header first; the tower's blocks stand before the layers."""
-        if self.vision is None:
-            return super().rows()
-        rest = BlockFlops(
-            REST, 0, 0, self.rest.dense + self.vision.rest.dense, self.rest.routed + self.vision.rest.routed
-        )
-        return FlopCounts((*self.vision.blocks, *self.blocks), rest).rows()
 
 
 def _mega(count: int) -> str:

@@ -93,6 +93,9 @@ def test_with_pixels_the_whole_model_is_counted(name: str, parts: str) -> None:
     assert (report.vision.share < 1) == ("image" in PARTS[parts])
     assert str(report).startswith(f"a prompt of {tokens} tokens, {images} of images: {report.share:.3f} of the FLOPs")
     assert f" {report.routed / 1e6:,.2f} |" in str(report).splitlines()[-1]
+    # The blocks of the tower have rows of their own, once.
+    assert len({row.name for row in report.blocks}) == len(report.blocks)
+    assert report.blocks[: len(report.vision.blocks)] == report.vision.blocks
 
 
 @torch.no_grad()
