@@ -185,3 +185,20 @@ def test_a_decision_among_many_tokens_takes_memory_linear_in_their_number() -> N
     assert 0 < peak < 300 * 2**20
     assert slot.max() < 8192
     assert ops.group_sizes(slot, 8192).sum() == 16385
+
+
+def test_a_compiled_graph_holds_one_operation_for_the_cosines_of_all_pairs() -> None:
+    held: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        held.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def decide(unit: Tensor, row: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return redundancy_scores(unit, 1), nearest_rows(unit, row, 1, other_BR=other)
+
+    unit, row, other = unit_rows(torch.randn(2, 6, 8)), torch.tensor([[0, 2, 5]] * 2), torch.tensor([[4, 1, 3]] * 2)
+    made = torch.compile(decide, backend=backend, fullgraph=True)(unit, row, other)
+    assert all(map(torch.equal, made, decide(unit, row, other)))
+    assert {"mmod.redundancy_by_tiles.default", "mmod.nearest_by_tiles.default"} <= set(held)
+    assert not any("bmm" in name for name in held)
