@@ -43,6 +43,8 @@ from mmod.training.command import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import COUNTED, Kind, cost, device_of, load
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.kind import sample_images
 from mmod.training.image.preflight import check_same_classes
 from mmod.training.kinds import kind_of
 from mmod.values import refuse_unknown
@@ -186,22 +188,10 @@ def _generation(kind: Kind, model: nn.Module, options: AuditOptions) -> Generati
 
 def _maps(kind: Kind, model: nn.Module, count: int) -> Figure | None:
     """Draw the kept tokens of some images; None for other samples."""
-    if kind.config.image_shape is None or not count:
+    config = kind.config
+    if not isinstance(config, TrainConfig) or not count:
         return None
-    (images,) = kind.inputs(model, count)["image"].batches
-    return draw_sample_maps(model, _unrepeated(images.cpu()))
-
-
-def _unrepeated(images: Tensor) -> Tensor:
-    """Return the images of a batch for which a set with fewer repeats them in turn, once each.
-
-    Example:
-        >>> _unrepeated(torch.tensor([5, 5, 7, 5, 5])).tolist()
-        [5, 5, 7]
-    """
-    place_N = torch.arange(len(images))
-    number = next(number for number in range(1, len(images) + 1) if torch.equal(images, images[place_N % number]))
-    return images[:number]
+    return draw_sample_maps(model, sample_images(config, count))
 
 
 def _write(
