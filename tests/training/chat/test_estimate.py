@@ -106,7 +106,7 @@ def estimate_of(folder: Path, recipe: str, text_tokens: int) -> tuple[TrainConfi
     # Two marks of roles, a first and a last token, and an answer of one word.
     question = " ".join(["<image>", *["what"] * (text_tokens - 5)])
     said = [{"from": "human", "value": question}, {"from": "gpt", "value": "7"}]
-    (folder / "all.json").write_text(json.dumps([{"id": "1", "image": "a.png", "conversations": said}] * 3))
+    (folder / "all.json").write_text(json.dumps([{"id": "1", "image": "a.png", "conversations": said}]))
     config = TrainConfig.load(ROOT / "configs" / "vlm" / f"{recipe}.yaml")
     model = replace(config.model, checkpoint=str(folder))
     data = replace(config.data, train=str(folder / "all.json"), images=str(folder))
