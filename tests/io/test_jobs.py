@@ -108,8 +108,8 @@ def be_killed(pids: Path) -> None:
         until(lambda: pids.exists() and bool(pids.read_text()))
         os.kill(os.getpid(), signal.SIGKILL)
 
+    jobs.multiprocessing = FORKING  # type: ignore[assignment]
     threading.Thread(target=kill).start()
-    # One of two processes, since each is a new one, which imports torch.
     list(Runner(2, False).run([Given(name="base", seed=0, value=str(pids))], linger))
 
 

@@ -18,7 +18,9 @@ from torch.distributed import TCPStore
 
 FORK = multiprocessing.get_context("fork")
 # In place of `multiprocessing` in a module that starts its processes anew.
-FORKING = SimpleNamespace(get_context=lambda _: FORK, active_children=FORK.active_children)
+FORKING = SimpleNamespace(
+    get_context=lambda _: FORK, active_children=FORK.active_children, parent_process=FORK.parent_process
+)
 _server: Connection | None = None
 
 
