@@ -241,35 +241,6 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int, other_BR: 
     return slot_BN.scatter_(1, other_BR, _whole(nearest).add_(prefix))
 
 
-def _redundancy(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
-    with without_autocast(unit_BNE):
-        if valid_BN is None and unit_BNE.is_cpu and _is_eager():
-            return _redundancy_in_order(unit_BNE, prefix)
-        return _redundancy_by_rank(unit_BNE, prefix, valid_BN)
-
-
-def _nearest(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None, other_BR: Tensor | None) -> Tensor:
-    with without_autocast(unit_BNE):
-        if valid_BK is None and other_BR is not None and unit_BNE.is_cpu and _is_eager():
-            return _nearest_of_others(unit_BNE, row_BK, prefix, other_BR)
-        return _nearest_of_all(unit_BNE, row_BK, prefix, valid_BK)
-
-
-# One operation each in a compiled graph, which gains nothing from compiling large products, for each size anew.
-_redundancy_by_tiles = torch_op(
-    "redundancy_by_tiles",
-    "(Tensor unit, SymInt prefix, Tensor? valid) -> Tensor",
-    _redundancy,
-    lambda unit, *_: unit.new_empty(unit.shape[:2]),
-    flops=lambda unit, *_, **__: 2 * unit.numel() * unit.shape[1],
-)
-_nearest_by_tiles = torch_op(
-    "nearest_by_tiles",
-    "(Tensor unit, Tensor row, SymInt prefix, Tensor? valid, Tensor? other) -> Tensor",
-    _nearest,
-    lambda unit, row, *_: row.new_empty(unit.shape[:2]),
-    flops=lambda unit, row, *_, **__: 2 * unit.numel() * row.shape[1],
-)
 _unit_by_kernel = kernel_op(
     "alike.unit_rows",
     "(Tensor x, SymInt channels) -> Tensor",
@@ -359,7 +330,10 @@ def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None
     """
     if torch.compiler.is_compiling() and not exporting():
         return _redundancy_by_tiles(unit_BNE, prefix, valid_BN)
-    return _redundancy(unit_BNE, prefix, valid_BN)
+    with without_autocast(unit_BNE):
+        if valid_BN is None and unit_BNE.is_cpu and _is_eager():
+            return _redundancy_in_order(unit_BNE, prefix)
+        return _redundancy_by_rank(unit_BNE, prefix, valid_BN)
 
 
 @op(_kernel(_nearest_by_kernel), how="tiles of rows that are not kept")
@@ -387,9 +361,30 @@ def nearest_rows(
         tensor([[0, 0, 1, 1]])
     """
     if torch.compiler.is_compiling() and not exporting():
-        slot_BN = _nearest_by_tiles(unit_BNE, row_BK, prefix, valid_BK, other_BR)
-    else:
-        slot_BN = _nearest(unit_BNE, row_BK, prefix, valid_BK, other_BR)
+        return _nearest_by_tiles(unit_BNE, row_BK, prefix, valid_BK, real_BN, other_BR)
+    with without_autocast(unit_BNE):
+        if valid_BK is None and other_BR is not None and unit_BNE.is_cpu and _is_eager():
+            slot_BN = _nearest_of_others(unit_BNE, row_BK, prefix, other_BR)
+        else:
+            slot_BN = _nearest_of_all(unit_BNE, row_BK, prefix, valid_BK)
     if real_BN is None:
         return slot_BN
     return torch.where(real_BN, slot_BN, -1)
+
+
+# The definitions as one operation each for compiled graphs, which gain nothing from compiling large products, for each
+# size anew.
+_redundancy_by_tiles = torch_op(
+    "redundancy_by_tiles",
+    "(Tensor unit, SymInt prefix, Tensor? valid) -> Tensor",
+    redundancy_scores.__wrapped__,  # type: ignore[attr-defined]
+    lambda unit, *_: unit.new_empty(unit.shape[:2]),
+    flops=lambda unit, *_, **__: 2 * unit.numel() * unit.shape[1],
+)
+_nearest_by_tiles = torch_op(
+    "nearest_by_tiles",
+    "(Tensor unit, Tensor row, SymInt prefix, Tensor? valid, Tensor? real, Tensor? other) -> Tensor",
+    nearest_rows.__wrapped__,  # type: ignore[attr-defined]
+    lambda unit, row, *_: row.new_empty(unit.shape[:2]),
+    flops=lambda unit, row, *_, **__: 2 * unit.numel() * row.shape[1],
+)
