@@ -104,7 +104,7 @@ class MiddleKind:
         """Open the images."""
         return image_stream(self.config.data, seed, process.rank, process.world)
 
-    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> MiddleTask:
+    def task(self, model: nn.Module, teacher: nn.Module | None) -> MiddleTask:
         """Create the objective."""
         return MiddleTask(model, **task_options(self, teacher))
 
@@ -114,11 +114,9 @@ class MiddleKind:
             distance_B = (image_output(model, batch[0]) - middle(batch[0])).square().mean(1).double()
         return {"loss": distance_B, "outcome": (distance_B < 0.01).double(), **kept_rows(decisions)}
 
-    def score(
-        self, model: nn.Module, data: BatchStream, process: Process, progress: bool, store: BatchStore | None = None
-    ) -> Evaluated:
+    def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Return the mean distance, and that of every image."""
-        rows = read_rows(self.evaluate, model, data, process.device, progress=progress, store=store)
+        rows = read_rows(self.evaluate, model, data, device_of(self), progress=progress, store=store)
         result = EvalResult(float(rows["loss"].mean()), len(rows["loss"]), kept_means(rows))
         return Evaluated(result, {"distance": rows["loss"].numpy()})
 

@@ -17,7 +17,6 @@ from mmod.io.records import FolderTakenError
 from mmod.studies import isoflop as study
 from mmod.studies.isoflop import describe, run_isoflop, settings_of, training_flops
 from mmod.studies.isoflop_config import IsoflopConfig
-from mmod.training.engine.distributed import Process
 from mmod.training.engine.start import create_models
 from mmod.training.text.kind import TextKind, window_flops
 from tests.kit.counting import flop_counter
@@ -88,7 +87,7 @@ def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width:
     config = text_config(tmp_path, **WAYS[way], model={"config": sizes}, data={"length": 64})
     # In fp64 importance has products of its own on a CPU too.
     model = create_models(TextKind(config))[0].double().train()
-    task = TextKind(config).task(model, None, Process(0, 1, torch.device("cpu")))
+    task = TextKind(config).task(model, None)
     tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
     with flop_counter() as counter:
         task.forward(tokens, tokens)["loss"].backward()

@@ -23,6 +23,7 @@ from mmod.data.records import plain_answer
 from mmod.io.processes import gathered, process_count, process_rank
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
+from mmod.training.chat.config import TrainConfig
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import BatchStore, RoutedResult
 from mmod.values import IGNORED
@@ -113,12 +114,11 @@ class Answer(NamedTuple):
 
 @torch.no_grad()
 def ask(
+    config: TrainConfig,
     model: Any,
     collator: ChatCollator,
     conversations: ChatDataset,
     *,
-    batch_size: int = 32,
-    max_new_tokens: int = 16,
     progress: bool = False,
     store: BatchStore | None = None,
 ) -> tuple[list[Answer], dict[str, float]]:
@@ -137,9 +137,9 @@ def ask(
     answers: list[Answer] = []
     sums: dict[str, np.ndarray] = {}
     with in_mode(False, model):
-        for chats in _batches(conversations, batch_size, progress):
+        for chats in _batches(conversations, config.eval_batch_size, progress):
             prompts = collator.prompts(chats)
-            generated = partial(_generated, model, collator, prompts, max_new_tokens)
+            generated = partial(_generated, model, collator, prompts, config.max_new_tokens)
             given = generated() if store is None else store.once(prompts, generated)
             for chat, text in zip(chats, given["texts"]):
                 answers.append(Answer(chat.key, chat.question_type, chat.messages[-2].text, chat.answer, text))

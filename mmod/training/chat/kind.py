@@ -22,7 +22,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.data.readers.lengths import open_checked
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.evaluate import Answer, EvalResult, answer_outcomes, ask, score
+from mmod.training.chat.evaluate import EvalResult, answer_outcomes, ask, score
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_dense
 from mmod.training.engine.distributed import Process
@@ -56,32 +56,10 @@ class ChatKind:
             loss_B, outcome_B = evaluate_answers(model, batch)
         return {"loss": loss_B, "outcome": outcome_B, **kept_rows(decisions)}
 
-    def score(
-        self, model: nn.Module, data: ChatDataset, process: Process, progress: bool, store: BatchStore | None = None
-    ) -> Evaluated:
+    def score(self, model: nn.Module, data: ChatDataset, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Generate answers to the evaluation questions; see `Kind.score`."""
-        answers, kept = self.ask(model, self.collator, data, progress, store)
+        answers, kept = ask(self.config, model, self.collator, data, progress=progress, store=store)
         return Evaluated(score(answers, kept), answer_outcomes(answers))
-
-    def ask(
-        self,
-        model: nn.Module,
-        collator: ChatCollator,
-        questions: ChatDataset,
-        progress: bool,
-        store: BatchStore | None = None,
-    ) -> tuple[list[Answer], dict[str, float]]:
-        """Generate answers to questions, and count kept tokens, see `mmod.training.chat.evaluate.ask`."""
-        config = self.config
-        return ask(
-            model,
-            collator,
-            questions,
-            batch_size=config.eval_batch_size,
-            max_new_tokens=config.max_new_tokens,
-            progress=progress,
-            store=store,
-        )
 
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return one batch of prompts with one image, or whole training conversations; see `Kind.inputs`."""

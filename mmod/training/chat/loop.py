@@ -25,7 +25,7 @@ from mmod.io.store import Store
 from mmod.opening.runs import FINAL_MODEL
 from mmod.opening.transformers import hidden_bars
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.evaluate import EvalResult, answer_loss, check_enough, score
+from mmod.training.chat.evaluate import EvalResult, answer_loss, ask, check_enough, score
 from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
@@ -129,7 +129,7 @@ def _answer(kind: ChatKind, model: Any, data: _Data, saves: bool, progress: bool
     """Answer the questions after training, and write the answers; None without questions. Collective."""
     if data.val is None:
         return None
-    answers, kept = kind.ask(model, data.collator, data.val, progress)
+    answers, kept = ask(kind.config, model, data.whole, data.val, progress=progress)
     if saves:
         lines = [json.dumps({**answer._asdict(), "right": answer.is_right}, ensure_ascii=False) for answer in answers]
         write_atomically(Path(kind.config.output) / ANSWERS, "\n".join(lines) + "\n")
@@ -142,7 +142,7 @@ def _measure(kind: ChatKind, model: nn.Module, data: _Data, size: int, progress:
     """Return the loss of the answers, in batches of `size`, and how many are right."""
     assert data.val is not None
     # Asked first, which refuses questions of which none can be read: they have no mean loss.
-    answers, kept = kind.ask(model, data.whole, data.val, progress)
+    answers, kept = ask(kind.config, model, data.whole, data.val, progress=progress)
     loss = answer_loss(model, data.whole, data.val, size)
     return {"loss": loss, **score(answers, kept).columns()}
 

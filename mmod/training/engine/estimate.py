@@ -102,7 +102,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
     _, epochs = create_schedule(config, optimizer, epoch_steps)
 
     # In training mode and with the teacher: both hold activations that an evaluation does not.
-    task = kind.task(model, teacher, Process(0, 1, device)).to(device).train()
+    task = kind.task(model, teacher).to(device).train()
     inputs, targets = next(iter(stream.batches(0)))[:2]
     inputs, targets = inputs[:_SAMPLES], targets[:_SAMPLES]
     with decisions_of(model) as decisions:

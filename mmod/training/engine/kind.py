@@ -100,9 +100,7 @@ class Kind(Protocol):
     def evaluate(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch of the evaluation set, on the model's device, of a model in evaluation mode."""
 
-    def score(
-        self, model: nn.Module, data: Any, process: Process, progress: bool, store: BatchStore | None = None
-    ) -> Evaluated:
+    def score(self, model: nn.Module, data: Any, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Evaluate a model over the evaluation samples of this process, as `data` opened them.
 
         Args:
@@ -133,7 +131,7 @@ class LoopKind(Kind, Protocol):
             methods: The run's, of which some replace dense weights; None for a teacher, which is taken as it is.
         """
 
-    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:
+    def task(self, model: nn.Module, teacher: nn.Module | None) -> Task:
         """Create the training objective of a model, on its device, and its frozen teacher."""
 
     def save(self, model: nn.Module, folder: Path) -> None:
@@ -185,16 +183,12 @@ def calibration(kind: Kind, model: nn.Module, batches: int, size: int) -> Iterab
 
 def evaluation_data(kind: Kind, model: nn.Module) -> Any:
     """Open the evaluation samples, all of them in this process: one command evaluates, also where several trained."""
-    return kind.data(model, _alone(kind))
+    return kind.data(model, Process(0, 1, device_of(kind)))
 
 
 def evaluate(kind: Kind, model: nn.Module, progress: bool = False, store: BatchStore | None = None) -> Evaluated:
     """Evaluate a model on the full evaluation set, in this process; see `Kind.score`."""
-    return kind.score(model, evaluation_data(kind, model), _alone(kind), progress, store)
-
-
-def _alone(kind: Kind) -> Process:
-    return Process(0, 1, device_of(kind))
+    return kind.score(model, evaluation_data(kind, model), progress, store)
 
 
 def seed_draws(seed: int, step: int, rank: int) -> None:

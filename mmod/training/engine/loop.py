@@ -130,7 +130,7 @@ class _Trainer:
             self.average = self.ema.module
         share = Shards if sharded else Replicas
         self.parallel = share(self.model, self.average, process, config.precision, compiled=config.compile)
-        self.task: Task = kind.task(self.model, teacher, process).to(process.device)
+        self.task: Task = kind.task(self.model, teacher).to(process.device)
         self.wrapped = self.parallel.wrap(self.task)
 
         self.steps_per_epoch = config.steps_of_epoch(train.steps_per_epoch)
@@ -370,7 +370,7 @@ class _Trainer:
 
     def _evaluate_model(self, model: nn.Module) -> Evaluated:
         with self.parallel.full_weights(model) as gathered_model:
-            return self.kind.score(gathered_model, self.test_stream, self.process, self.progress)
+            return self.kind.score(gathered_model, self.test_stream, self.progress)
 
     @property
     def _checkpoints(self) -> Path:

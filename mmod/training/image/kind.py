@@ -111,7 +111,7 @@ class ImageKind:
                 stacklevel=3,
             )
 
-    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
+    def task(self, model: nn.Module, teacher: nn.Module | None) -> ClassificationTask:
         """Create the task with the config's criterion, mixup and distillation."""
         config = self.config
         mixup = None
@@ -135,13 +135,11 @@ class ImageKind:
         check_labels(rows)
         return rows
 
-    def score(
-        self, model: nn.Module, data: BatchStream, process: Process, progress: bool, store: BatchStore | None = None
-    ) -> Evaluated:
+    def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
         config = self.config
         routing = self.config.image_routing
-        measure = partial(evaluate_set, model, data, process.device, config.precision, progress=progress)
+        measure = partial(evaluate_set, model, data, device_of(self), config.precision, progress=progress)
         if config.elastic is None or routing is None:
             return measure(store=store)
         results = {}

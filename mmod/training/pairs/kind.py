@@ -21,6 +21,7 @@ from mmod.analysis.counting import needed_shares
 from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream, Tokenizer, Transform, pairs_stream
 from mmod.io.files import is_of_transformers, make_folder
+from mmod.io.processes import process_count, process_rank
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
@@ -99,28 +100,26 @@ class PairsKind:
         transform, tokenizer = create_transforms(model, config.model.name, augment)
         return pairs_stream(config.data, transform, tokenizer, seed, process.rank, process.world)
 
-    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
+    def task(self, model: nn.Module, teacher: nn.Module | None) -> PairsTask:
         """Create the task with the config's loss and distillation."""
         distiller = None
         if teacher is not None:
-            distiller = create_loss("distill", process)
-        criterion = create_loss(self.config.loss, process)
+            distiller = create_loss("distill")
+        criterion = create_loss(self.config.loss)
         return PairsTask(model, criterion, distiller=distiller, **start.task_options(self, teacher))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Columns:
         """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def score(
-        self, model: nn.Module, data: BatchStream, process: Process, progress: bool, store: BatchStore | None = None
-    ) -> Evaluated:
+    def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate_set`."""
         transform, tokenizer = create_transforms(model, self.config.model.name, None)
         return evaluate_set(
             model,
             data,
             tokenizer,
-            process.device,
+            device_of(self),
             self.config.precision,
             zero_shot=self.config.zero_shot,
             transform=transform,
@@ -210,17 +209,17 @@ def _tokenizer(name: str) -> Tokenizer:
     return open_clip.get_tokenizer(name)
 
 
-def create_loss(kind: str, process: Process) -> nn.Module:
+def create_loss(kind: str) -> nn.Module:
     """Create a loss of open_clip: "clip", "siglip", "coca", or "distill" for the term of a teacher.
 
     Every process compares its rows with the gathered features of all, and gradients pass through the gathering, so
     several processes compute what one would on the full batch.
     """
-    ranks: dict[str, int] = {"rank": process.rank, "world_size": process.world}
+    ranks: dict[str, int] = {"rank": process_rank(), "world_size": process_count()}
     if kind == "siglip":
         return SigLipLoss(**ranks)
     gathering = {}
-    if process.world > 1:
+    if process_count() > 1:
         # Each process computes the loss of its own pairs, with the features of all.
         gathering = {"local_loss": True, "gather_with_grad": True}
     kinds: dict[str, Callable[..., nn.Module]] = {

@@ -60,7 +60,7 @@ class TextKind:
         """Open the windows of evaluation or training; see `Kind.data`."""
         return text_stream(self.config.data, seed, process.rank, process.world)
 
-    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
+    def task(self, model: nn.Module, teacher: nn.Module | None) -> TextTask:
         """Create the task with the config's distillation and auxiliary losses."""
         return TextTask(model, elastic=self.config.elastic, **start.task_options(self, teacher))
 
@@ -68,12 +68,10 @@ class TextKind:
         """Return the rows of a batch; see `mmod.training.text.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def score(
-        self, model: nn.Module, data: BatchStream, process: Process, progress: bool, store: BatchStore | None = None
-    ) -> Evaluated:
+    def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Measure the losses of a model in every way in which it can decide; see `evaluate_ways`."""
         read = partial(evaluate_ways, precision=self.config.precision, elastic=self.config.elastic)
-        rows = read_rows(read, model, data, process.device, progress=progress, store=store)
+        rows = read_rows(read, model, data, device_of(self), progress=progress, store=store)
         return Evaluated(score(rows, model))
 
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:

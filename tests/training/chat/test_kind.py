@@ -365,7 +365,8 @@ def test_answers_do_not_depend_on_the_batch(folder: Path) -> None:
     torch.manual_seed(0)
     model, processor = create_with_processor(config)
     data, collator = open_conversations("questions:tiny/test", config.data), ChatCollator(processor)
-    results = [score(*ask(model, collator, data, batch_size=size, max_new_tokens=3)) for size in (7, 72)]
+    configs = [replace(config, eval_batch_size=size, max_new_tokens=3) for size in (7, 72)]
+    results = [score(*ask(asking, model, collator, data)) for asking in configs]
     assert results[0] == results[1]
     assert model.training
 
@@ -426,7 +427,7 @@ def test_a_conversation_is_replaced_by_one_that_has_an_image_too(broken: dict[st
     path.write_text(json.dumps([records[1]]))
     model, processor = create_with_processor(config)
     with pytest.raises(ValueError, match="no conversation of the evaluation can be read; 1 corrupt"):
-        ask(model, ChatCollator(processor), open_conversations(str(path), config.data))
+        ask(config, model, ChatCollator(processor), open_conversations(str(path), config.data))
     asking = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     config = vlm_config(tmp_path, "asking", asking, data=replace(config.data, train=broken["train"]))
     with pytest.raises(ValueError, match="no conversation of the evaluation can be read; 1 corrupt"):
