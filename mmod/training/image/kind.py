@@ -139,7 +139,8 @@ class ImageKind:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
         config = self.config
         routing = self.config.image_routing
-        measure = partial(evaluate_set, model, data, device_of(self), config.precision, progress=progress)
+        device = next(model.parameters()).device
+        measure = partial(evaluate_set, model, data, device, config.precision, progress=progress)
         if config.elastic is None or routing is None:
             return measure(store=store)
         results = {}

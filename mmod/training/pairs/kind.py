@@ -119,7 +119,7 @@ class PairsKind:
             model,
             data,
             tokenizer,
-            device_of(self),
+            next(model.parameters()).device,
             self.config.precision,
             zero_shot=self.config.zero_shot,
             transform=transform,
