@@ -9,7 +9,7 @@
 - Logs of libraries are neither kept nor printed.
 - SIGINT is not ignored, as it is in a shell's background jobs.
 - Garbage collection is off, and what was imported, or left by the tests before, is frozen.
-- Outside of tests of figures, a figure is drawn once for each file name, without its layout.
+- Outside of tests of figures, one figure of each kind is drawn, without its layout.
 - Checks of 200 conversations are kept, CLIP's tokeniser is made once, and blocks of equal models are tried once.
 - A fork server starts before the first test, and synthetic sets share one folder.
 - Workers end at once when their tests are done.
@@ -96,7 +96,7 @@ _drawn: dict[tuple[str, str | None], str | bytes] = {}
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Draw one figure of each file name, without a layout, where tests are not about figures: studies renew theirs."""
+    """Draw one figure of each kind, without a layout, where tests are not about figures: studies renew theirs."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -104,7 +104,8 @@ def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
 
     def draw_once(figure: Figure, file: Any, *, format: str | None = None, **options: Any) -> None:
         file = Path(file) if isinstance(file, str) else file
-        kind = (getattr(file, "name", ""), format)
+        # Behind the first word of its name are those of models.
+        kind = (getattr(file, "name", "").partition("-")[0], format)
         if kind not in _drawn:
             buffer = io.StringIO() if isinstance(file, io.StringIO) else io.BytesIO()
             draw(figure, buffer, format=format, **options)
@@ -123,7 +124,10 @@ def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @functools.cache
 def _make_tokenizer(*args: Any, **options: Any) -> Any:
-    return sys.modules["open_clip.tokenizer"].SimpleTokenizer(*args, **options)
+    tokenizer = sys.modules["open_clip.tokenizer"].SimpleTokenizer(*args, **options)
+    # Each evaluation asks for the same thousands of prompts.
+    tokenizer.encode = functools.cache(tokenizer.encode)
+    return tokenizer
 
 
 @pytest.fixture(autouse=True, scope="module")
