@@ -260,7 +260,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TextConfig, {"methods": RECURSIONS, "grad_checkpointing": True}, "'recursions' cannot be trained with grad_check"),
     (TextConfig, {"elastic": True}, "elastic trains a routed model"),
     (TextConfig, {"elastic": True, "routing": RANDOM, "grad_checkpointing": True}, "with grad_checkpointing"),
-    (TextConfig, {"model": {"config": LLAMA, "pretrained": True}}, "unknown config key 'model.pretrained'"),
+    (TextConfig, {"model": {"config": LLAMA, "pretrained": True}}, "no published weights read bytes"),
     (TextConfig, {"model": {}}, "give model.config"),
     (TextConfig, {"model": {"config": {"hidden_size": 8}}}, "model.config needs a model_type, got hidden_size"),
     (TextConfig, {"routing": {"router": "nope"}}, "nope"),

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from typing_extensions import Self
-
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.io.yaml import read_yaml
 from mmod.methods.resolve import resolve_methods
 from mmod.opening.runs import RUN_CONFIG, find_run, model_folder
-from mmod.training.engine.config import RunConfig, StartConfig, check_described
+from mmod.training.engine.config import RunConfig, check_described
 from mmod.training.engine.groups import check_warmup
-from mmod.values import check_value
+from mmod.values import Checked, check_value
 
 TOWERS = ("image", "projector", "language")
 WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
@@ -62,7 +60,7 @@ _LIMITS: dict[str, dict[str, tuple[Any, str | None]]] = {
 
 
 @dataclass(frozen=True)
-class ModelConfig(StartConfig):
+class ModelConfig(Checked, group="model"):
     """The model and its starting weights.
 
     Args:
@@ -118,9 +116,19 @@ class ModelConfig(StartConfig):
             known = " and ".join(WITHOUT_WEIGHTS)
             raise ValueError(f"model.args {', '.join(foreign)} need a checkpoint; random weights take {known}")
 
-    def started_from(self, checkpoint: str | None) -> Self:
+    @property
+    def has_weights(self) -> bool:
+        """Whether training starts from trained weights."""
+        return self.checkpoint is not None
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Where starting weights are read from; see `StartConfig.weights`."""
+        return {} if self.checkpoint is None else {"checkpoint": self.checkpoint}
+
+    def started_from(self, folder: str | None) -> ModelConfig:
         """Return the config of the final model in a run folder, which says what the model is; None is refused."""
-        return type(self)(checkpoint=checkpoint, args=self.args)
+        return ModelConfig(checkpoint=folder, args=self.args)
 
     @property
     def folder(self) -> str | None:

@@ -76,15 +76,27 @@ class StartConfig(Checked, group="model"):
     """The weights that training starts from.
 
     Args:
-        checkpoint: Starting weights, dense or routed: a file or a run folder. None starts from scratch.
+        checkpoint: Starting weights, dense or routed: a file or a run folder. None starts from `pretrained` or from
+            scratch.
+        pretrained: Start from published weights.
     """
 
     checkpoint: str | None = None
+    pretrained: bool | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pretrained not in (None, False) and self.checkpoint is not None:
+            none = json.dumps(type(self).pretrained)
+            raise ValueError(
+                f"model.pretrained={self.pretrained!r} and model.checkpoint={self.checkpoint!r} exclude each other: "
+                f"set model.pretrained to {none}, or model.checkpoint to null"
+            )
 
     @property
     def has_weights(self) -> bool:
         """Whether training starts from trained weights."""
-        return self.checkpoint is not None
+        return self.pretrained not in (None, False) or self.checkpoint is not None
 
     @property
     def weights(self) -> dict[str, str]:
@@ -93,17 +105,7 @@ class StartConfig(Checked, group="model"):
 
     def started_from(self, checkpoint: str | None) -> Self:
         """Return the same model with the weights of a checkpoint, a file or a run folder; None for random ones."""
-        return dataclasses.replace(self, checkpoint=checkpoint)
-
-
-def refuse_two_starts(model: Any) -> None:
-    """Raise a ValueError if a model is to start from published weights, its `pretrained`, and from a checkpoint."""
-    none = type(model).pretrained
-    if model.pretrained != none and model.checkpoint is not None:
-        raise ValueError(
-            f"model.pretrained={model.pretrained!r} and model.checkpoint={model.checkpoint!r} exclude each other: set "
-            f"model.pretrained to {json.dumps(none)}, or model.checkpoint to null"
-        )
+        return dataclasses.replace(self, checkpoint=checkpoint, pretrained=type(self).pretrained)
 
 
 @dataclass(frozen=True, kw_only=True)

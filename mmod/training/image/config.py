@@ -39,12 +39,11 @@ class ModelConfig(engine.StartConfig):
 
     name: str
     args: dict[str, Any] = field(default_factory=dict)
-    pretrained: bool = field(default=False, kw_only=True)
     head: Literal["fresh"] | None = field(default=None, kw_only=True)
+    pretrained: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        engine.refuse_two_starts(self)
         if self.head is not None and self.checkpoint is None:
             raise ValueError(
                 f"model.head={self.head!r} concerns the classifier of a checkpoint: set model.checkpoint; published "
@@ -54,7 +53,7 @@ class ModelConfig(engine.StartConfig):
     @property
     def has_weights(self) -> bool:
         """Whether training starts from a trained model, classifier included."""
-        return (self.pretrained or super().has_weights) and self.head is None
+        return super().has_weights and self.head is None
 
     @property
     def weights(self) -> dict[str, str]:
@@ -66,7 +65,7 @@ class ModelConfig(engine.StartConfig):
 
     def started_from(self, checkpoint: str | None) -> Self:
         """Return the same model with all weights of a checkpoint, classifier included."""
-        return dataclasses.replace(self, checkpoint=checkpoint, pretrained=False, head=None)
+        return dataclasses.replace(super().started_from(checkpoint), head=None)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from mmod.data.config import PairsConfig
 from mmod.io.files import is_of_transformers
 from mmod.opening.runs import LOCAL
-from mmod.training.engine.config import LoopConfig, StartConfig, refuse_two_starts
+from mmod.training.engine.config import LoopConfig, StartConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class ModelConfig(StartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_two_starts(self)
         if self.checkpoint is not None and self.image_checkpoint is not None:
             raise ValueError(
                 f"model.checkpoint={self.checkpoint!r} holds both towers: set it or model.image_checkpoint to null"
@@ -49,7 +48,7 @@ class ModelConfig(StartConfig):
     @property
     def has_weights(self) -> bool:
         """Whether training starts from trained weights; a folder and a repository bring theirs."""
-        return super().has_weights or self.pretrained is not None or ":" in self.name or is_of_transformers(self.name)
+        return super().has_weights or ":" in self.name or is_of_transformers(self.name)
 
     @property
     def weights(self) -> dict[str, str]:

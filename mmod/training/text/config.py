@@ -31,6 +31,10 @@ class ModelConfig(StartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pretrained not in (None, False):
+            raise ValueError(
+                f"no published weights read bytes: set model.checkpoint, not model.pretrained={self.pretrained!r}"
+            )
         if self.config is not None:
             check_described(self.config)
         elif self.checkpoint is None:
