@@ -241,7 +241,7 @@ def _router(random: Random, language: bool) -> Any:
             "std": 0.3,
         }
     elif name == "cells":
-        options = {"side": _maybe(random, 0.5, lambda: random.randint(2, 5))}
+        options = {"side": _maybe(random, 0.5, lambda: random.randint(2, 5)), "width": _maybe(random, 0.3, lambda: 4)}
     options = {key: value for key, value in options.items() if value is not None}
     return {"name": name, **options} if options else name
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from functools import partial
 
 import pytest
 import torch
 
 import mmod
-from mmod.config import Patches
 from mmod.ops import held_slots
 from mmod.routing import Router
 from mmod.routing.score.cells import CellScore
@@ -22,7 +20,7 @@ def test_a_naive_loop_scores_alike() -> None:
     for _ in range(20):
         rows, width, side, prefix = (generator.randint(low, high) for low, high in ((1, 7), (1, 7), (2, 4), (0, 2)))
         x = torch.randn(2, prefix + rows * width, 3, dtype=torch.float64)
-        score = CellScore(prefix, side, partial(Patches, (rows, width)))
+        score = CellScore(prefix, side, width)
         actual, first = score(x), score.first(x.shape[1], x.device)
         corners = set(range(prefix))
         for row, column in itertools.product(range(rows), range(width)):
@@ -89,6 +87,7 @@ def test_a_merged_cell_stays_merged_in_later_blocks() -> None:
     ("tokens", "options", "message"),
     [
         (13, {}, r"needs all 12 patches in rows and columns, and the grid is \(3, 3\)"),
+        (13, {"width": 5}, r"needs all 12 patches in rows and columns at router\.width=5, and the grid is \(2, 5\)"),
         (17, {"side": 2}, r"keeps a token of each of 5 groups; capacity 0\.2 keeps 3 of 17"),
     ],
 )

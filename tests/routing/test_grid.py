@@ -184,6 +184,15 @@ def test_models_without_a_grid_are_refused_before_anything_changes(
     assert not mmod.is_routed(model)
 
 
+def test_a_width_that_is_not_the_models_is_refused() -> None:
+    config = CELLS.replace(router={"name": "cells", "width": 8})
+    model = mmod.route_(dynamic(), config)
+    with torch.no_grad():
+        model(torch.randn(1, 3, 128, 128))
+        with pytest.raises(ValueError, match=r"at router\.width=8, and the grid is \(4, 16\)"):
+            model(torch.randn(1, 3, 64, 256))
+
+
 def test_watching_leaves_nothing_behind() -> None:
     for model in (dynamic(), timm.create_model("resnet18"), nn.Linear(2, 2)):
         before = [len(module._forward_hooks) for module in model.modules()]

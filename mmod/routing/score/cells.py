@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.config import Grid, Patches, Placement, Score, register_score
+from mmod.config import Patches, Placement, Score, register_score
 from mmod.ops import first_of_cells, group_sizes, mean_rows
 from mmod.routing.joiner import Grouping
 
@@ -25,6 +25,7 @@ class Cells(Score):
 
     Args:
         side: Tokens along a side of a cell.
+        width: Tokens in a row of the grid; None takes the model's, and outside a model a square.
 
     Source: mixed resolution decided from tokens, after Ronen et al., arXiv 2304.00287, who decide from pixels.
     """
@@ -32,10 +33,11 @@ class Cells(Score):
     shared: ClassVar[bool] = True
     reads_grid: ClassVar[bool] = True
     side: Annotated[int, "[2, inf)"] = 2
+    width: Annotated[int | None, "[1, inf)"] = None
 
     def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return CellScore(placement.prefix, self.side, placement.patches)
+        return CellScore(placement.prefix, self.side, self.width, placement.patches)
 
 
 class CellScore(Grouping):
@@ -50,10 +52,17 @@ class CellScore(Grouping):
         (torch.Size([1, 4]), tensor([ 0,  0,  2,  2,  0,  0,  2,  2,  8,  8, 10, 10,  8,  8, 10, 10]))
     """
 
-    def __init__(self, prefix: int = 0, side: int = 2, patches: Callable[[], Patches] | None = None) -> None:
+    def __init__(
+        self,
+        prefix: int = 0,
+        side: int = 2,
+        width: int | None = None,
+        patches: Callable[[], Patches] | None = None,
+    ) -> None:
         super().__init__()
         self.prefix = prefix
         self.side = side
+        self.width = width
         self.patches = patches
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
@@ -93,15 +102,22 @@ class CellScore(Grouping):
         leading = torch.arange(self.prefix, device=device)
         return torch.cat([leading, first_of_cells(self._grid(tokens), self.side, device) + self.prefix])
 
-    def _grid(self, tokens: int) -> Grid:
+    def _grid(self, tokens: int) -> tuple[int, int]:
         """Return rows and columns of the tokens after the prefix: the model's grid, or outside a model a square."""
         patches = tokens - self.prefix
-        grid: Grid | None = (isqrt(patches), isqrt(patches))
+        grid = None
         if self.patches is not None:
             grid = self.patches().grid
-        if grid is None or grid[0] * grid[1] != patches:
+        if grid is None and self.width is not None:
+            grid = patches // self.width, self.width
+        elif self.patches is None:
+            grid = isqrt(patches), isqrt(patches)
+        if grid is None or grid[0] * grid[1] != patches or self.width not in (None, grid[1]):
+            width = ""
+            if self.width is not None:
+                width = f" at router.width={self.width}"
             raise ValueError(
-                f"router 'cells' needs all {patches} patches in rows and columns, and the grid is {grid}: run the "
-                "whole model on images of one size, without patch dropout or what else removes tokens"
+                f"router 'cells' needs all {patches} patches in rows and columns{width}, and the grid is {grid}: run "
+                "the whole model on images of one size, without patch dropout or what else removes tokens"
             )
         return grid
