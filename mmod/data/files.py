@@ -22,8 +22,6 @@ from mmod.io.remote import is_remote
 
 Use = Literal["train", "val"]
 """What samples are read for: training or evaluation."""
-# Names of streams of the hub and of embedded sets, which name no file.
-_NO_FILES = (PREFIX, "scenes:", "questions:")
 # Folders of the standard library with data, tests or third-party packages.
 _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
 
@@ -77,14 +75,17 @@ def files_of(data: object, use: Use) -> list[str]:
         if reader == "shards":
             return _shards(argument.replace("{split}", split))
     elif isinstance(data, PairsConfig):
-        return _shards(data.train if use == "train" else data.val)
+        pattern = data.train if use == "train" else data.val
+        # Streams of the hub and drawn scenes are no files.
+        if not (isinstance(pattern, str) and pattern.startswith((PREFIX, "scenes:"))):
+            return _shards(pattern)
     elif isinstance(data, TextConfig):
         # The standard library is there, and to list its files takes longer than a small run's step.
-        if data.source != "python" and not data.source.startswith(_NO_FILES):
+        if data.source != "python" and not data.source.startswith(PREFIX):
             return [str(path) for path in text_files(data.source)]
     elif isinstance(data, ConversationsConfig):
         source = data.train if use == "train" else data.val
-        if source is None or source.startswith(_NO_FILES):
+        if source is None or source.startswith("questions:"):
             return []
         if source.endswith(".tar"):
             return _shards(source)
@@ -100,8 +101,6 @@ def files_of(data: object, use: Use) -> list[str]:
 
 def _shards(pattern: str | Sequence[str]) -> list[str]:
     """Return the local shards of a pattern."""
-    if isinstance(pattern, str) and pattern.startswith(_NO_FILES):
-        return []
     return [path for path in expand_pattern(pattern) if not is_remote(path)]
 
 

@@ -119,7 +119,7 @@ def _one() -> Tensor:
 @_made_once
 def _hide_later(rows: int, columns: int) -> Tensor:
     """Return what pushes the cosine of the last rows to themselves and to later rows below -1 (rows, columns)."""
-    return torch.full((rows, columns), -4.0, device="cpu").triu(columns - rows)
+    return torch.full((rows, columns), -4.0, dtype=torch.float32, device="cpu").triu(columns - rows)
 
 
 def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
@@ -186,7 +186,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     worthwhile = products >> 22
     count = max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile))
     height = min(tile.queries, math.ceil(tokens / count))
-    hidden = _hide_later(height, tokens)
+    hidden = _hide_later(height, tokens).to(unit_BNE.dtype)
     best = []
     for part_BNE in _parts(unit_BNE, tile.images):
         best_of_rows = []

@@ -302,7 +302,8 @@ def _refusal(kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if reason is not None:
         return reason
     if kernel.takes is not None and not kernel.takes(*args, **kwargs):
-        return f"it needs {kernel.where}, got inputs of shape {tuple(tensor.shape)}"
+        got = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in (*args, *kwargs.values())]
+        return f"it needs {kernel.where}, got {', '.join(map(str, got))}"
     return None
 
 

@@ -6,7 +6,6 @@ videos, P patches of a video, D patches of a diagonal.
 
 from __future__ import annotations
 
-from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -132,18 +131,17 @@ def _diagonals(grid: tuple[int, int], sides: tuple[int, int, int]) -> list[int]:
         sides: Frames, rows and columns of a cell.
     """
     frames, height, width = sides
-    sizes = []
-    for diagonal in range(frames + height + width - 2):
+    of_frame = []
+    for diagonal in range(height + width - 1):
         size = 0
-        for frame, row in product(range(frames), range(height)):
-            column = diagonal - frame - row
-            if 0 <= column < width:
-                # Of cells that have such a patch: those at the lower and right edges may be smaller.
-                down = -(-(grid[0] - row) // height)
-                across = -(-(grid[1] - column) // width)
-                size += down * across
-        sizes.append(size)
-    return sizes
+        for row in range(max(0, diagonal - width + 1), min(height, diagonal + 1)):
+            # Of cells that have such a patch: those at the lower and right edges may be smaller.
+            down = -(-(grid[0] - row) // height)
+            across = -(-(grid[1] - diagonal + row) // width)
+            size += down * across
+        of_frame.append(size)
+    # Each frame of a cell is one diagonal behind the frame before.
+    return [sum(of_frame[max(0, last - frames + 1) : last + 1]) for last in range(frames + height + width - 2)]
 
 
 def _most_similar(

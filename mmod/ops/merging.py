@@ -197,8 +197,11 @@ def mean_rows(
         # An empty group has a sum of zeros, which no size may divide by 0.
         size_BK = size_BK.clamp(min=1)
     index = _flat(slot_BN, slots, all_join)
+    # Sums of half precision would stop to grow where a row is less than half of their last digit.
+    dtype = torch.promote_types(x_BND.dtype, torch.float32)
     # All rows as those of one image, which needs no view of a single one.
-    total = x_BND.new_zeros(1, images * slots, x_BND.shape[2])
+    total = x_BND.new_zeros(1, images * slots, x_BND.shape[2], dtype=dtype)
+    rows_BND = rows_BND.to(dtype)
     if images != 1:
         rows_BND = rows_BND.flatten(0, 1).unsqueeze(0)
     if transforming():
@@ -208,7 +211,7 @@ def mean_rows(
         total.index_add_(1, index, rows_BND)
     if images != 1:
         total = total.view(images, slots, x_BND.shape[2])
-    return total.div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
+    return total.div_(size_BK.unsqueeze(-1).to(dtype)).to(x_BND.dtype)
 
 
 @op(

@@ -566,7 +566,9 @@ def guessing(correct: float, classes: int | None, samples: int) -> str:
         return ""
     chance = 1 / classes
     # Two standard deviations of guesses that are right by chance.
-    if correct > chance + 2 * math.sqrt(chance * (1 - chance) / samples):
+    guessed = chance + 2 * math.sqrt(chance * (1 - chance) / samples)
+    # Of a handful of samples chance may get all right, and nothing is known.
+    if correct > guessed or guessed >= 1:
         return ""
     percent = f"{100 * chance:.3g} %"
     return (

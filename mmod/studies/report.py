@@ -353,8 +353,10 @@ def harm(table: Table, score: str, names: Sequence[str], tolerance: float = TOLE
     lower = [name for name, value in tuned.items() if value.value < -100 * tolerance]
     is_tested = any(value.has_interval for value in tuned.values())
     if 2 * len(lower) > len(tuned) or not is_tested:
-        fallen = lower
         how = f"by more than {100 * tolerance:g} points"
+        if not set(fallen) <= set(lower):
+            how += " or by more than chance explains"
+        fallen = list(dict.fromkeys([*fallen, *lower]))
     if not fallen:
         return []
     # The dense one, by which all are measured, counts most.

@@ -168,7 +168,6 @@ def test_one_that_replaces_the_method_is_refused_at_the_first_call(name: str) ->
     model(images())
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("change", "inside"), [(Merge(3), "attn"), (Prune(0.6, (0, 1)), "attn"), (LINEAR, "norm1")])
 def test_one_on_a_module_that_the_method_works_without_changes_nothing(change: Any, inside: str) -> None:
     model = mmod.apply_(make(), change)
@@ -186,6 +185,7 @@ def test_one_on_a_module_that_the_method_works_without_changes_nothing(change: A
         assert torch.equal(model(images()), expected)
 
 
+@torch.no_grad()
 def test_several_methods_see_one_forward() -> None:
     model: Any = mmod.route_(mmod.apply_(make(), Experts(experts=2)), LINEAR).eval()
     expected, classes = copy.deepcopy(model)(images()), list(map(type, model.modules()))

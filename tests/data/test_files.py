@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
-from mmod.data.files import data_files
+from mmod.data.files import check_files, data_files
 from mmod.data.readers.conversations import ConversationsConfig
 
 
@@ -90,3 +90,17 @@ def test_a_copy_of_a_folder_is_the_same_set_and_what_is_not_read_does_not_count(
 )
 def test_sets_without_files_here_have_none(data: object) -> None:
     assert data_files(data) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (ConversationsConfig(train="hf-datasets:owner/name"), "no file of conversations at 'hf-datasets:owner/name'"),
+        (ConversationsConfig(train="scenes:tiny/train"), "no file of conversations at 'scenes:tiny/train'"),
+        (PairsConfig(train="questions:tiny/train"), "questions:tiny/train"),
+        (TextConfig(source="scenes:tiny/train"), "data.source='scenes:tiny/train' matches no file"),
+    ],
+)
+def test_a_source_of_another_kind_of_data_is_a_file_that_is_missing(data: object, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        check_files(data)

@@ -202,3 +202,19 @@ def test_a_compiled_graph_holds_one_operation_for_the_cosines_of_all_pairs() -> 
     assert all(map(torch.equal, made, decide(unit, row, other)))
     assert {"mmod.redundancy_by_tiles.default", "mmod.nearest_by_tiles.default"} <= set(held)
     assert not any("bmm" in name for name in held)
+
+
+def test_scores_have_the_precision_of_the_rows_whatever_the_default_is() -> None:
+    x = torch.randn(2, 9, 8)
+    # A size that no other test has, so that what is kept for it is made here.
+    expected = redundancy_scores(unit_rows(x), 1)
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(redundancy_scores(unit_rows(x), 1), expected)
+        wider = torch.randn(2, 11, 8, dtype=torch.float32)
+        redundancy_scores(unit_rows(wider), 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    redundancy_scores(unit_rows(wider), 1)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        torch.testing.assert_close(redundancy_scores(unit_rows(x).to(dtype), 1).float(), expected, rtol=0, atol=2e-2)

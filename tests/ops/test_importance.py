@@ -138,6 +138,9 @@ def test_the_kernels_give_the_same_bits_twice(device: str) -> None:
 def test_what_kernels_would_compute_wrongly_is_refused_by_them() -> None:
     q, k, v = torch.randn(3, 1, 1, 4, 16)
     pairs = torch.zeros(4, 4)
+    # Nothing else about them is refused.
+    with use("triton", "attention_with_importance"):
+        attention_with_importance(q, k, v)
     for keys, values, mask in ((k, v, pairs), (k[:, :, :3], v[:, :, :3], None), (k, v[..., :8], None)):
         expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, mask)
         torch.testing.assert_close(attention_with_importance(q, keys, values, mask)[0], expected)

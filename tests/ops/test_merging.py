@@ -102,3 +102,10 @@ def test_the_ops_transform_and_compile() -> None:
     torch.testing.assert_close(torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x))
     batch = torch.stack([x.detach(), 2 * x.detach()])
     torch.testing.assert_close(torch.vmap(run)(batch), torch.stack([run(value) for value in batch]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_mean_of_many_equal_rows_is_that_row_in_any_precision(dtype: torch.dtype) -> None:
+    x = torch.rand(2, 1, 8).to(dtype).expand(-1, 1000, -1)
+    slot = torch.zeros(2, 1000, dtype=torch.long)
+    torch.testing.assert_close(mean_rows(x, slot, torch.full((2, 1), 1000.0)), x[:, :1])

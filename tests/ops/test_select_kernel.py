@@ -140,7 +140,7 @@ def test_more_tokens_than_a_program_holds_are_refused_by_the_kernel_alone() -> N
     score = torch.randn(1, 8193)
     kept, _ = select_topk(score, Fraction(1, 2))
     assert kept.index_BK.shape == (1, kept_count(8193, Fraction(1, 2)))
-    with use("triton"), pytest.raises(ValueError, match=r"it needs tokens <= 8192, got inputs of shape \(1, 8193\)"):
+    with use("triton"), pytest.raises(ValueError, match=r"it needs tokens <= 8192, got \(1, 8193\), "):
         select_topk(score, Fraction(1, 2))
 
 

@@ -217,6 +217,8 @@ def test_nothing_is_advised_where_the_dense_model_guesses() -> None:
     better = dataclasses.replace(advice, accuracy=0.29, images=100, classes=5)
     assert better.best is not None
     assert "Nothing is advised" not in str(better)
+    # Four of four are no guesses, though chance gets them right as well.
+    assert dataclasses.replace(advice, accuracy=1.0, images=4, classes=2).best is not None
     # Without labels, or of prompts, there are no classes to guess.
     assert dataclasses.replace(advice, accuracy=0.0).best is not None
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import mmod
 from mmod.analysis import timing
 from mmod.analysis.fronts import draw_tradeoff
+from mmod.analysis.statistics import Estimate
 from mmod.analysis.table import Measured, Table, gap
 from mmod.config.parse import read_config
 from mmod.data.loader import image_stream
@@ -239,6 +240,15 @@ def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, see
     for name, right in (("dense", 90.0), ("a", 87.0), ("b", 91.0)):
         bare.add(name, 0, Measured({"top1": right, "before": 90.0}))
     assert "1 of 3 models fell by more than 2 points: a (-3.0 points)" in harm(bare, "top1", ["dense", "a", "b"])[0]
+
+
+def test_a_clear_fall_of_the_dense_model_is_told_beside_unclear_ones_of_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    gains = {name: Estimate(-3.0, -6.5, 0.5) for name in "abc"} | {"d": Estimate(0.0, -2.0, 2.0)}
+    gains["dense"] = Estimate(-1.5, -2.5, -0.5)
+    monkeypatch.setattr("mmod.studies.report.gain", lambda table, score, before, name: gains[name])
+    (told,) = harm(Table(), "top1", list(gains))
+    how = "by more than 2 points or by more than chance explains"
+    assert told.startswith(f"Fine-tuning may have done harm: 4 of 5 models fell {how}: dense (")
 
 
 def test_one_model_of_many_that_falls_by_chance_is_no_harm() -> None:

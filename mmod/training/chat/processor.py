@@ -57,9 +57,10 @@ def _at_size(processor: Any, side: int) -> Any:
         # The longest is a limit, of a side or of the pixels, beside which images keep their proportions.
         if name == "size" and (not changed or current.get("longest_edge") is not None):
             limits = {key: limit for key, limit in current.items() if limit is not None}
+            named = f", which would be {{'size': {limits}}} now" if limits else ""
             raise ValueError(
                 f"model.image_size: {type(images).__name__} takes images of any size within limits; set others by "
-                f"model.processor_args, which would be {{'size': {limits}}} now"
+                f"model.processor_args{named}"
             )
         # Some crop nothing.
         if changed:

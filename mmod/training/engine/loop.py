@@ -81,7 +81,8 @@ def fit(
             with heeding(StopRequest()) as trainer.stop:
                 return trainer.run()
 
-        return run_once(config, process.rank, process.world, partial(read_fit, result_class=kind.result), train)
+        read = partial(read_fit, result_class=kind.result)
+        return run_once(config, process.rank, process.world, read, train, with_files=streams is None)
 
 
 class _Trainer:

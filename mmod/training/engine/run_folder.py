@@ -136,11 +136,14 @@ def run_once(
     world: int,
     read: Callable[[Path], Done | None],
     train: Callable[[Callable[[], object]], Done],
+    *,
+    with_files: bool = True,
 ) -> Done:
     """Train in a locked folder, unless `read` returns the result of a run in it that has finished.
 
     Args:
         train: Runs the training; receives a function that writes the config and what it reads into the folder.
+        with_files: The files of the config's data are what the run reads: it goes on with the same ones alone.
     """
     folder = Path(config.output)
     record = {**config.to_dict(), "world_size": world}
@@ -156,7 +159,7 @@ def run_once(
         if not (folder / RUN_CONFIG).exists():
             make_folder(folder)
             write_atomically(folder / RUN_CONFIG, yaml.safe_dump(record, sort_keys=False))
-        if not (folder / _FILES).exists():
+        if with_files and not (folder / _FILES).exists():
             write_json(folder / _FILES, _files_of(config), indent=1)
 
     # Without the lock first: a finished run is read from a read-only folder too.
@@ -169,7 +172,8 @@ def run_once(
         # Another process may have finished the run in the meantime.
         result = finished()
         if result is None:
-            _check_files(config)
+            if with_files:
+                _check_files(config)
             result = train(write_config)
         return result
 
@@ -302,7 +306,10 @@ def _check_files(config: RunConfig) -> None:
     path = Path(config.output) / _FILES
     if not path.exists():
         return
-    recorded = read_json_object(path)
+    try:
+        recorded = read_json_object(path)
+    except ValueError as error:
+        raise ValueError(f"{error}: remove it to go on without comparing the files of the data") from error
     for use, files in _files_of(config).items():
         before = recorded.get(use, files)
         if files != before:

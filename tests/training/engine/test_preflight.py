@@ -86,6 +86,8 @@ def test_classes_of_a_callers_batches_are_those_that_the_run_records(tmp_path: P
     streams: Any = train, TensorStream(8, seed=None)
     train.classes = Classes({"a": 0, "b": 1, "c": 2, "d": 3}, given=False)  # type: ignore[attr-defined]
     fit(config, streams=streams, progress=False)
+    # The files of the config's data are not what it reads.
+    assert not (Path(config.output) / "files.json").exists()
     (tmp_path / "run" / "result.json").unlink()
     shutil.rmtree(tmp_path / "run" / "model")
     train.classes = Classes({"a": 0, "b": 1, "c": 2, "e": 3}, given=False)  # type: ignore[attr-defined]
