@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
+import mmod
 from mmod.lazy import name_missing_extra
+from tests.kit.installed import install
 from tests.kit.scripts import ROOT
 
 HEAVY = ("torch", "timm", "triton", "open_clip", "transformers", "matplotlib", "webdataset", "sklearn", "torchvision")
+# What torchvision does when its compiled half did not load.
+BROKEN = 'import torch\ntorch.library.register_fake("torchvision::nms")(lambda: 0)\n'
 # How threads of OpenMP wait.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # Commands, and the package without which they end.
@@ -25,7 +29,7 @@ TOOLS = {
     "tools/tradeoff.py configs/tradeoff/vlm.yaml": "transformers",
 }
 ASKED = """
-import importlib, importlib.machinery, json, os, sys, warnings
+import importlib, importlib.machinery, json, os, runpy, sys, warnings
 from types import SimpleNamespace
 import mmod
 
@@ -35,6 +39,18 @@ said["imported"] = [name for name in asked["heavy"] if name in sys.modules]
 for name in mmod.__all__:
     getattr(mmod, name)
 said["names"] = [name for name in asked["heavy"] if name in sys.modules]
+said["builds"] = []
+for number, command in enumerate(asked["commands"]):
+    log = f"{asked['builds']}/{number}"
+    if not os.fork():
+        for stream in (1, 2):
+            os.dup2(os.open(f"{log}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.path.insert(0, asked["builds"])
+        sys.argv[1:] = command.split()
+        runpy.run_module("mmod", run_name="__main__", alter_sys=True)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    said["builds"].append([code, *(open(f"{log}.{stream}").read().splitlines() for stream in (1, 2))])
 # As on Windows, in all that follows.
 sys.modules["fcntl"] = None
 with warnings.catch_warnings():
@@ -93,8 +109,19 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("beside")
     (folder / "datasets").mkdir()
     (folder / "datasets/digits.py").touch()
+    builds = tmp_path_factory.mktemp("builds")
+    install(builds, BROKEN, "torchvision-0.26.0+other")
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
-    asked = json.dumps({"heavy": HEAVY, "waiting": WAITING, "tools": list(TOOLS), "folder": str(folder)})
+    asked = json.dumps(
+        {
+            "heavy": HEAVY,
+            "waiting": WAITING,
+            "tools": list(TOOLS),
+            "folder": str(folder),
+            "builds": str(builds),
+            "commands": ["--version", "train image digits/dense"],
+        }
+    )
     command = [sys.executable, "-c", ASKED]
     done = subprocess.run(command, input=asked, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
@@ -121,6 +148,17 @@ def test_a_missing_package_is_named_and_locks_need_nothing_of_unix(said: dict[st
     for package, (code, message) in zip(TOOLS.values(), said["tools"], strict=True):
         extra = "clip" if package == "open_clip" else "vlm"
         assert (code, message) == (1, f"error: {missing(package, extra)}")
+
+
+def test_commands_say_in_one_line_which_build_of_torchvision_to_install(said: dict[str, Any]) -> None:
+    codes, shown, errors = zip(*said["builds"], strict=True)
+    assert codes == (1, 1)
+    # Versions are told before torchvision is imported.
+    assert shown == ([f"mmod {mmod.__version__}"], [])
+    for (line,) in errors:
+        assert line.startswith("error: torch ")
+        assert "and torchvision 0.26.0+other are of different builds (operator torchvision::nms does not exist)" in line
+        assert "`pip install --force-reinstall torch torchvision" in line
 
 
 def test_configs_name_methods_without_the_library_of_their_models(said: dict[str, Any]) -> None:
