@@ -159,7 +159,7 @@ class Advice:
             where,
             self.faster,
             is_unsteady=bool(self.caution),
-            guessing=self._guessing,
+            invalid=self._guessing,
         )
 
     @property

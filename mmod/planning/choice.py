@@ -148,7 +148,7 @@ class Recommendation:
             tolerance, and beside it what loses least at some speeds.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
         is_unsteady: Times are uncertain, as on a busy machine, see `Table.caution`.
-        guessing: That the dense model guesses, see `guessing`. Nothing can be lost then, so that nothing is advised.
+        invalid: Why differences to the dense model say nothing, such as `guessing`. Nothing is advised then.
     """
 
     models: Sequence[AdviceRow]
@@ -159,7 +159,7 @@ class Recommendation:
     speed: float | None = None
     harm: str = ""
     is_unsteady: bool = False
-    guessing: str = ""
+    invalid: str = ""
 
     @property
     def best(self) -> AdviceRow | None:
@@ -201,7 +201,7 @@ class Recommendation:
     @property
     def unreached(self) -> list[float]:
         """The usual speeds that no model reaches; none where nothing is advised."""
-        if self.guessing:
+        if self.invalid:
             return []
         return [speed for speed in _SPEEDS if self.at_speed(speed) is None]
 
@@ -236,8 +236,8 @@ class Recommendation:
     @property
     def sentence(self) -> str:
         """What to do."""
-        if self.guessing:
-            return f"Nothing is advised: {self.guessing}"
+        if self.invalid:
+            return f"Nothing is advised: {self.invalid}"
         if not self.is_tested:
             untold = f"No interval tells what is within {self.limit} for {self.where}"
             if self.samples != SEEDS:
@@ -277,7 +277,7 @@ class Recommendation:
         It is known for answers, which are right or not: means of cosines and of other scores have no such number.
         """
         within = [model for model in self.models if keeps(model.loss, self.tolerance)]
-        if self.guessing or within or not self.models or not self.measure.endswith(_OF_ANSWERS):
+        if self.invalid or within or not self.models or not self.measure.endswith(_OF_ANSWERS):
             return ""
         if self.samples == SEEDS or not self.tolerance:
             return ""
@@ -416,7 +416,7 @@ class Recommendation:
     @property
     def _advised(self) -> list[AdviceRow]:
         """The models that may be advised."""
-        if self.guessing:
+        if self.invalid:
             return []
         return [model for model in self.models if not model.at_random]
 
@@ -484,7 +484,7 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
     first, *others = recommendations
     sentences = [first.sentence]
     # That nothing is advised holds in every pass.
-    if not first.guessing:
+    if not first.invalid:
         sentences += [one.sentence + _slower(first, one) for one in others]
     # The same in every pass.
     sentences += filter(None, [first.too_few])

@@ -71,6 +71,11 @@ _TRAINED = (
     "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, which "
     "may be another one."
 )
+# A warning beside it names what may do less harm.
+_HARMED = (
+    "fine-tuning harmed the dense model ({change} points), and a model that equals it is worse than yours. "
+    "`--tune false` compares without training."
+)
 _RESIZED = (
     "Smaller images are made from the files, before the pass that is timed. Where they are resized in the pass, as by "
     "advice and `mmod.methods.Resize`, this takes time, and a few pictures may be answered differently."
@@ -315,18 +320,18 @@ def recommendations(
 
     Args:
         measure: Title of the score.
-        guesses: That the dense model guesses, see `Recommendation`.
+        guesses: That the dense model guesses, see `mmod.planning.choice.guessing`.
     """
     # More images would not narrow intervals over seeds.
     is_by_sample = paired_by_sample(table, score, list(candidates))
     samples = "images" if is_by_sample else SEEDS
     trained = gain(table, score, BEFORE, DENSE)
-    harm = ""
-    # A gain over a dense model that fell may be none over the one that the user has. Chance lets every second one fall.
-    if trained is not None and (trained.high < 0 or trained.value < -100 * tolerance):
+    harm, invalid = "", guesses
+    # What equals a dense model that fell may be worse than the user's, though chance lets every second one fall.
+    if trained is not None and trained.high < 0:
+        invalid = guesses or _HARMED.format(change=f"{trained:+.1f}")
+    elif trained is not None and trained.value < -100 * tolerance:
         harm = f"; the dense model changed by {trained:+.1f} points in fine-tuning"
-        if trained.high < 0:
-            harm += ", which harmed it"
     changes = gaps(table, score, dict.fromkeys(candidates, DENSE))
     found = []
     for (_, size), ms in sorted(table.times.items(), key=lambda timed: -timed[0][1]):
@@ -348,7 +353,7 @@ def recommendations(
                 batches_of(size),
                 harm=harm,
                 is_unsteady=bool(table.caution),
-                guessing=guesses,
+                invalid=invalid,
             )
         )
     return found
