@@ -340,7 +340,7 @@ def harm(table: Table, score: str, names: Sequence[str], tolerance: float = TOLE
 
     One of many models falls by chance. So a model counts by an interval that holds for all of them together, and the
     dense one, which is looked at first, by its own. Where most models fell by more than the tolerance, or none has an
-    interval, that is what counts.
+    interval, that is what counts. Beside a dense model that fell, others that fell by at least as much are named.
     """
     gains = {name: gain(table, score, BEFORE, name) for name in names}
     tuned = {name: value for name, value in gains.items() if value is not None}
@@ -364,9 +364,17 @@ def harm(table: Table, score: str, names: Sequence[str], tolerance: float = TOLE
     told = "; ".join(f"{name} ({tuned[name]:+.1f} points)" for name in fallen[:_GROUPS])
     if len(fallen) > _GROUPS:
         told += f"; and {len(fallen) - _GROUPS} more"
+    beside = ""
+    if DENSE in fallen:
+        # As far as the table shows.
+        limit = round(tuned[DENSE].value, 1)
+        as_low = [name for name, value in tuned.items() if name not in fallen and round(value.value, 1) <= limit]
+        as_low.sort(key=lambda name: tuned[name].value)
+        if as_low:
+            beside = f" {listed(as_low)} fell by at least as much as dense."
     return [
-        f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell {how}: {told}. A lower rate in "
-        "`finetune`, or more steps, may do less."
+        f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell {how}: {told}.{beside} A lower "
+        "rate in `finetune`, more steps or more data may do less."
     ]
 
 

@@ -261,6 +261,21 @@ def test_a_clear_fall_of_the_dense_model_is_told_beside_unclear_ones_of_most(mon
     assert told.startswith(f"Fine-tuning may have done harm: 4 of 5 models fell {how}: dense (")
 
 
+def test_models_that_fell_by_as_much_as_a_fallen_dense_one_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    equal, better = Estimate(-2.5, -4.8, -0.2), Estimate(-1.0, -4.0, 2.0)
+    gains = {"dense": equal, **dict.fromkeys("abcd", equal), "worse": Estimate(-3.5, -9.0, 2.0)}
+    gains |= dict.fromkeys("efghij", better)
+    monkeypatch.setattr("mmod.studies.report.gain", lambda table, score, before, name: gains[name])
+    (told,) = harm(Table(), "top1", list(gains))
+    assert told.startswith(
+        "Fine-tuning may have done harm: 1 of 12 models fell by more than chance explains: dense (-2.5 [-4.8, "
+        "-0.2] points). worse, a, b and 2 more fell by at least as much as dense. A lower rate"
+    )
+    # They are no harm beside a dense model that kept what it had.
+    gains["dense"] = better
+    assert harm(Table(), "top1", list(gains)) == []
+
+
 def test_one_model_of_many_that_falls_by_chance_is_no_harm() -> None:
     rng = np.random.default_rng(0)
     warned = 0
