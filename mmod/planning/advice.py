@@ -30,11 +30,16 @@ from mmod.planning.early import COSINES
 from mmod.planning.samples import AGREEMENT, ALONE
 from mmod.planning.untrained import FASTER, FASTER_SHARES
 
-# From `python -m scripts.gradual_size`.
+# Milliseconds of a dense pass, from `python -m scripts.gradual_size`.
+_BREAKS_EVEN = 12
+_PAYS = 25
 _GRADUAL_PAYS = (
     "No `gradual` saves time here: decisions take longer than what they save. As a rule of thumb, of one idle CPU "
-    "thread, it breaks even where a dense pass takes 12 ms, and pays from 25 ms; this one took {ms:.1f} ms{busy}."
+    f"thread, it breaks even where a dense pass takes {_BREAKS_EVEN} ms, and pays from {_PAYS} ms; this one took "
+    "{ms:.1f} ms{busy}."
 )
+# By how much larger a batch is that may pay.
+_LARGER = 4
 # A table of more rows leaves out on a screen what is slower than the dense model.
 _LONG = 10
 _SPEED_DECIMALS = 2
@@ -279,7 +284,7 @@ class Advice:
         too_small = []
         if gradual and max(gradual) < NOISE:
             busy = ", on a machine that was not idle" if self.caution else ""
-            too_small = [_GRADUAL_PAYS.format(ms=self.milliseconds, busy=busy)]
+            too_small = [f"{_GRADUAL_PAYS.format(ms=self.milliseconds, busy=busy)}{self._in_larger_batches}"]
         redundancy = []
         if self.redundancy is not None:
             redundancy = [f"The images: {self.redundancy}."]
@@ -324,6 +329,14 @@ class Advice:
         if self.samples != "prompts" or "more prompts would tell" not in str(self.verdict):
             return ""
         return "How many more prompts would tell: if they lose as much as those measured."
+
+    @property
+    def _in_larger_batches(self) -> str:
+        """Where no recipe is to be used and `gradual` saves no time, say how to ask about batches in which it may."""
+        if self._guessing or self.recommendations[0].used is not None or _LARGER * self.milliseconds < _BREAKS_EVEN:
+            return ""
+        size = _LARGER * self.batch_size
+        return f" Larger batches may pay: `--batch_size {size}`, in Python `batch_size={size}`."
 
     @property
     def _to_be_faster(self) -> str:

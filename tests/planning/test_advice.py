@@ -551,6 +551,19 @@ def test_advice_says_from_which_size_on_gradual_pays(
     assert any("tries smaller budgets" in fact for fact in dataclasses.replace(advice, rows=rows).facts) != told
 
 
+def test_where_gradual_saves_no_time_and_nothing_is_to_be_used_larger_batches_are_named() -> None:
+    def named(milliseconds: float, speed: float = 1.0, accuracy: float = 0.9) -> list[str]:
+        same = Estimate(1.0, 0.99, 1.0)
+        rows = [("gradual-0.5", 1.0, same, Estimate(0.0)), ("other", speed, same, Estimate(0.0, -0.01, 0.01))]
+        advice = dataclasses.replace(advice_of(rows), milliseconds=milliseconds, accuracy=accuracy, classes=5)
+        told = r" this one took .* ms\. Larger batches may pay: `(--batch_size \d+)`, in Python `batch_size=32`\."
+        return re.findall(told, str(advice))
+
+    assert named(13.4) == named(5.9) == ["--batch_size 32"]
+    # Another recipe is to be used, the dense model guesses, or the larger batches are too small as well.
+    assert named(13.4, speed=1.5) == named(13.4, accuracy=0.2) == named(2.9) == []
+
+
 def test_times_that_are_uncertain_are_measured_again_in_another_folder_only_where_one_keeps_them(
     clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
