@@ -5,7 +5,7 @@ In a page of the docs, a line stands before what is written here, up to `<!-- en
 
 - `<!-- api NAME ... -->`: the entries of these names. `NAME[one,two]` shows these members of a class, `NAME[]` none.
 - `<!-- names -->`: a list of all public names with entries, by page.
-- `<!-- scores -->` and `<!-- presets -->`: those that configs can name.
+- `<!-- scores -->` and `<!-- presets -->`: those that configs can name; of presets also the rest of their docstrings.
 - `<!-- options NAME -->`: the options of a config in their order; what stands in an earlier place is named alone.
 - `<!-- groups -->`: links to the groups of these options.
 - `<!-- common NAME KEY ... -->`: some keys of a config, each with the first sentence of its meaning.
@@ -104,7 +104,7 @@ def _body(path: Path, kind: str, names: Sequence[str], section: str, options: Op
         case "scores":
             return _linked(path, score_table())
         case "presets":
-            return preset_table()
+            return _linked(path, f"{preset_table()}\n\n{preset_notes()}")
         case "groups":
             return _GROUPS
         case "common":
@@ -168,6 +168,16 @@ def preset_table() -> str:
     """Return the table as which the presets of mmod print."""
     table = repr(PresetList(sorted(_own(PRESETS))))
     return re.sub(r" {2,}", " ", re.sub(r"-{4,}", "---", table))
+
+
+def preset_notes() -> str:
+    """Return a list of what docstrings of presets say behind the line that the table has."""
+    notes = []
+    for name in sorted(_own(PRESETS)):
+        _, _, more = (inspect.getdoc(PRESETS[name]) or "").partition("\n\n")
+        if more:
+            notes.append(f"- **{name}**: {' '.join(more.split())}")
+    return "\n".join(notes)
 
 
 def _own(registry: Registry[Any]) -> list[str]:

@@ -27,8 +27,8 @@ _BY_DEPTH = ("blocks", "capacity")
 def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
     """Return the routing config of a published method, or this library's recommended learned router.
 
-    `mmod.presets()` lists the presets. The docstrings in `mmod.planning.presets` describe them and their differences
-    from the papers.
+    `mmod.presets()` lists the presets. The page "Configs and scores" of the docs has their options and differences from
+    the papers.
 
     Args:
         name: A name of that list.
