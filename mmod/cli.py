@@ -11,11 +11,10 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from mmod.io.builds import check_builds
+from mmod.io.builds import check_builds, installed_versions
 from mmod.io.configs import config_names, existing_config
 from mmod.io.refusals import one_line_errors, one_line_warnings
 from mmod.lazy import import_path
@@ -141,7 +140,7 @@ def _end_without_command(group: Sequence[str], members: Sequence[str], valid: Se
         print(listing)
         sys.exit()
     if word == "--version" and not group:
-        print(f"mmod {version('mmod')}")
+        print(installed_versions())
         # Users check an installation by this.
         with one_line_errors():
             check_builds()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -154,7 +155,9 @@ def test_commands_say_in_one_line_which_build_of_torchvision_to_install(said: di
     codes, shown, errors = zip(*said["builds"], strict=True)
     assert codes == (1, 1)
     # Versions are told before torchvision is imported.
-    assert shown == ([f"mmod {mmod.__version__}"], [])
+    (told,), none = shown
+    assert told == f"mmod {mmod.__version__}, torch {version('torch')}, torchvision 0.26.0+other"
+    assert none == []
     for (line,) in errors:
         assert line.startswith("error: torch ")
         assert "and torchvision 0.26.0+other are of different builds (operator torchvision::nms does not exist)" in line

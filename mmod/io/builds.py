@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
+
+from mmod.version import __version__
 
 # How torch says that the compiled half of torchvision did not load; transformers quotes it in errors of its own.
 _UNLOADED = re.compile(r"operator torchvision::\w+ does not exist")
@@ -27,6 +30,16 @@ def explain_unloaded(error: BaseException) -> str:
         f"torch {version('torch')} and torchvision {version('torchvision')} are of different builds ({found[0]}): "
         f"{advice}"
     )
+
+
+def installed_versions() -> str:
+    """Return the versions of mmod, torch and torchvision, without an import of them."""
+    told = [f"mmod {__version__}"]
+    for package in ("torch", "torchvision"):
+        # Routing itself needs no torchvision.
+        with suppress(PackageNotFoundError):
+            told.append(f"{package} {version(package)}")
+    return ", ".join(told)
 
 
 def check_builds() -> None:
