@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold, spelled
-from mmod.names import near_names
+from mmod.names import near_names, similar
 from mmod.values import brief, check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -26,10 +26,13 @@ AnyScore = TypeVar("AnyScore", bound=Score)
 class Registry(Generic[Entry]):
     """Entries by name; `homes` register those of this package, and are imported when a name is unknown."""
 
-    def __init__(self, noun: str, homes: Sequence[str], register: str, others: str = "") -> None:
+    def __init__(
+        self, noun: str, homes: Sequence[str], register: str, others: str = "", other_names: Sequence[str] = ()
+    ) -> None:
         self._noun = noun
-        # What is no entry, and where it is.
+        # What is no entry, and where it is; and names of it.
         self._others = others
+        self._other_names = other_names
         self._homes = homes
         self._register = register
         self._entries: dict[str, Entry] = {}
@@ -61,7 +64,9 @@ class Registry(Generic[Entry]):
             valid = ", ".join(map(repr, sorted(self)))
             elsewhere = f"for a name of another package, import the module that calls mmod.{self._register}"
             near = near_names(name, self)
-            if near:
+            if similar(name, self._other_names, cutoff=1.0):
+                told = [f"{name!r} is no {self._noun}", self._others, f"valid ones are {valid}"]
+            elif near:
                 # A misspelt name first, which few read behind a long list.
                 told = [f"{self._noun} {name!r} is unknown; {near}", f"valid ones are {valid}", elsewhere]
             else:
@@ -115,6 +120,8 @@ METHODS_ELSEWHERE = (
     "methods: [{kind: merge, r: 8}]"
 )
 """What no option of a routing and no preset is, for messages."""
+METHOD_NAMES = ("merge", "prune", "exit", "resize", "experts", "recursions", "channels")
+"""Kinds of methods beside routing. Their registry imports torch, which the refusal of a name can do without."""
 
 SCORES: Registry[type[Score]] = Registry("router", ("mmod.routing.score",), "register_score")
 PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
@@ -122,6 +129,7 @@ PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
     ("mmod.planning.presets",),
     "register_preset",
     METHODS_ELSEWHERE,
+    METHOD_NAMES,
 )
 LOSSES: Registry[Loss] = Registry("a loss", ("mmod.losses",), "register_loss")
 

@@ -431,3 +431,11 @@ def test_an_empty_table_is_copied_with_its_attributes() -> None:
     model.weights = OrderedDict()
     model.weights.note = "kept"
     assert meta_copy(model).weights.note == "kept"
+
+
+def test_every_method_of_this_package_is_no_preset() -> None:
+    kinds = [kind for kind in METHODS if METHODS[kind].__module__.startswith("mmod.") and kind != "routing"]
+    assert len(kinds) >= 7
+    for kind in kinds:
+        with pytest.raises(ValueError, match=f"^'{kind}' is no preset; ToMe, pruning and the like are methods"):
+            mmod.preset(kind)
