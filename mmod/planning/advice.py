@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mmod.analysis.repeats import RedundancyReport
-from mmod.analysis.statistics import FEWEST
+from mmod.analysis.statistics import FEWEST, keeps
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
@@ -304,7 +305,8 @@ class Advice:
             *named,
             *columns,
             *filter(None, [self._of_missing]),
-            *(too_small or filter(None, [self._to_be_faster])),
+            *too_small,
+            *filter(None, [self._losing_little or ("" if too_small else self._to_be_faster)]),
             *filter(None, [self._beside_controls]),
             *redundancy,
             *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
@@ -351,8 +353,33 @@ class Advice:
             return ""
         for speed in self.recommendations[0].unreached:
             if FASTER_SHARES[-1] / speed < _CLEARLY_SMALLER * min(shares):
-                return f"`--faster {speed:g}`, in Python `faster={speed:g}`, tries smaller budgets."
+                return _smaller_at(speed)
         return ""
+
+    @property
+    def _losing_little(self) -> str:
+        """Say how smaller budgets are tried where the smallest of a series loses little; empty where none does."""
+        if self.faster is not None or self._guessing or self.samples != "images":
+            return ""
+        counted = [(row.flops, row) for row in self.rows if row.series in FASTER and row.flops is not None]
+        counted.sort(key=lambda pair: -pair[0])
+        # The last one of each series stays.
+        smallest = {row.series: (flops, row) for flops, row in counted}
+        little = [(flops, row) for flops, row in smallest.values() if self._loses_little(row)]
+        if not little:
+            return ""
+        # For a speed above those that are reached, smaller budgets are tried.
+        shares, rows = zip(*little)
+        used = self.recommendations[0].used
+        reached = [row.speedup.median for row in (*rows, *filter(None, [used]))]
+        speed = (math.floor(10 * max(FASTER_SHARES[-1] / (_CLEARLY_SMALLER * min(shares)), *reached)) + 1) / 10
+        verb = "loses" if len(rows) == 1 else "lose"
+        return f"{' and '.join(row.name for row in rows)} {verb} little: {_smaller_at(speed)}"
+
+    def _loses_little(self, row: AdviceRow) -> bool:
+        """Return whether a recipe is within the tolerance or changed no answer, and not slower than the dense model."""
+        is_equal = self.measure == AGREEMENT and row.score.value == 1 and row.images >= FEWEST
+        return row.speedup.high >= 1 and (is_equal or keeps(row.loss, self.tolerance))
 
     @property
     def _beside_controls(self) -> str:
@@ -421,3 +448,8 @@ class Advice:
         figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
         fronts.name(figure)
         save_figure(figure, path, overwrite, dpi=150)
+
+
+def _smaller_at(speed: float) -> str:
+    """Say which speed to ask for, so that smaller budgets are tried."""
+    return f"`--faster {speed:g}`, in Python `faster={speed:g}`, tries smaller budgets."

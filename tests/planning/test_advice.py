@@ -306,7 +306,7 @@ def test_prompts_say_what_their_intervals_and_flops_are_of() -> None:
 
 def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
     def offered(speed: float, series: str = "a-mod", flops: float = 0.55) -> list[str]:
-        advice = advice_of([("one", speed, Estimate(1.0, 0.99, 1.0), None)])
+        advice = advice_of([("one", speed, Estimate(0.9, 0.85, 0.95), None)])
         row = dataclasses.replace(advice.rows[0], series=series, flops=flops)
         return re.findall("`--faster ([0-9.]+)`", str(dataclasses.replace(advice, rows=(row,))))
 
@@ -316,6 +316,37 @@ def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
     assert offered(2.1) == []
     # Three times fewer FLOPs were tried already, and nothing that is tried has another budget.
     assert offered(1.1, flops=0.33) == offered(1.1, series="") == []
+
+
+def test_smaller_budgets_are_offered_where_the_smallest_of_a_series_loses_little() -> None:
+    # The last one changed no answer of a few.
+    alike, near, few = Estimate(1.0, 0.99, 1.0), Estimate(0.995, 0.985, 1.0), Estimate(1.0, 0.9, 1.0)
+    lossy = Estimate(0.9, 0.85, 0.95)
+
+    def offered(*rows: tuple[str, float, float, Estimate], **changes: Any) -> str:
+        advice = advice_of([(f"{series}-{flops}", speed, score, None) for series, flops, speed, score in rows])
+        made = [
+            dataclasses.replace(row, series=series, flops=flops)
+            for row, (series, flops, _, _) in zip(advice.rows, rows)
+        ]
+        advice = dataclasses.replace(advice, **{"rows": tuple(made), **changes})
+        return next((fact for fact in advice.facts if "tries smaller budgets" in fact), "")
+
+    # Also where it saves no time here, whose note on short passes stands beside it.
+    for score in (alike, near, few):
+        rows = [("gradual", 0.7, 1.0, lossy), ("gradual", 0.55, 1.0, score)]
+        assert offered(*rows) == (
+            "gradual-0.55 loses little: `--faster 1.4`, in Python `faster=1.4`, tries smaller budgets."
+        )
+    # The speed is one that was not reached.
+    rows = [("merge-late", 0.55, 1.6, alike), ("smaller-image", 0.54, 1.3, alike), ("tome", 0.57, 1.1, alike)]
+    assert offered(*rows).startswith("merge-late-0.55 and smaller-image-0.54 lose little: `--faster 1.7`, ")
+    assert offered(("prune", 0.55, 1.8, alike), rows[1]).startswith("smaller-image-0.54 loses little: `--faster 1.9`")
+    # The smallest loses, is slower than the dense model, or has no smaller ones.
+    for silent in (("gradual", 0.55, 1.0, lossy), ("gradual", 0.55, 0.9, alike), ("tome", 0.57, 1.0, alike)):
+        assert offered(silent) == ""
+    assert offered(("gradual", 0.7, 1.0, alike), ("gradual", 0.55, 1.0, lossy)) == ""
+    assert offered(rows[0], faster=1.3) == offered(rows[0], classes=5, accuracy=0.2) == ""
 
 
 def test_what_the_images_leave_open_is_named() -> None:
