@@ -319,9 +319,9 @@ class Recommendation:
         if self._awaited:
             nearest = min(self._awaited, key=lambda model: missing_samples(model.loss, self.tolerance, model.images))
             tell = f"{self._missing(nearest)} would tell of {nearest.label}"
-            return f"whether anything faster is within {self.limit} is unclear, and {tell}"
+            return f"whether anything clearly faster is within {self.limit} is unclear, and {tell}"
         if self.undecided:
-            return f"nothing faster is likely to be within {self.limit}"
+            return f"nothing clearly faster is likely to be within {self.limit}"
         nothing = self._nothing(lambda model: model.speedup.low >= NOISE and keeps(model.loss, self.tolerance))
         return f"{nothing} is clearly faster and within {self.limit}"
 

@@ -82,8 +82,8 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     advice = mmod.advise(model, [pictures(12, flat=True)], batch_size=3, folder=tmp_path, progress=False)
     assert advice.best is None
     assert advice.sentence == (
-        "Keep the dense model for batches of 3: whether anything faster is within 2 points is unclear, and 180 more "
-        "images would tell of smaller-image-0.7 (112 px)."
+        "Keep the dense model for batches of 3: whether anything clearly faster is within 2 points is unclear, and 180 "
+        "more images would tell of smaller-image-0.7 (112 px)."
     )
     (row,) = [row for row in advice.verdict.table.rows if row[0].startswith("batches of 3, ")]
     change = ("+0.0 [-24.2, +0.0]", "unclear: 180 more images would tell")

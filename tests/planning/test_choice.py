@@ -236,9 +236,17 @@ def test_of_what_is_undecided_the_fastest_that_is_probably_within_the_tolerance_
         ["batches of 8, 2 times", "risky", "2.00", "-4.0 [-12.0, +4.0]", "probably not: 710 more images would tell"],
     ]
     assert among([risky]).sentence == (
-        "Keep the dense model for batches of 8: nothing faster is likely to be within 2 points."
+        "Keep the dense model for batches of 8: nothing clearly faster is likely to be within 2 points."
     )
     assert [row[1] for row in rows_of(among([risky]))] == ["risky"]
+    # What is within the tolerance, and faster by its median alone, makes no sentence false.
+    hardly = dataclasses.replace(
+        alternative("hardly", 1.07, Estimate(0.0, -0.01, 0.01)), speedup=Spread(1.07, 0.94, 1.1)
+    )
+    at_limit = alternative("a", 1.5, Estimate(0.02, -0.01, 0.05))
+    for beside in (risky, at_limit):
+        assert "thing clearly faster is" in among([hardly, beside]).sentence
+        assert among([hardly, beside]).sentence == among([beside]).sentence
 
 
 def test_a_row_says_why_the_sentence_does_not_name_it_though_its_median_is_faster() -> None:
@@ -265,12 +273,12 @@ def test_whether_a_loss_at_the_tolerance_is_within_it_is_unclear_and_how_many_sa
     near = among([at_limit, beside])
     missing = f"{missing_samples(beside.loss, 0.02, 64):,} more images would tell"
     assert near.outcome(beside) == f"unclear: {missing}"
-    assert near.sentence.endswith(f"whether anything faster is within 2 points is unclear, and {missing} of b.")
+    assert near.sentence.endswith(f"whether anything clearly faster is within 2 points is unclear, and {missing} of b.")
     # It is not named as what is probably within, and neither is what is a little below.
     for value, is_named in ((0.02, False), (0.019, False), (0.0, True)):
         choice = among([alternative("a", 1.5, Estimate(value, -0.01, 0.05))])
         assert (choice.named is not None) == is_named
-        reason = " for now: a probably loses at most" if is_named else ": whether anything faster is within"
+        reason = " for now: a probably loses at most" if is_named else ": whether anything clearly faster is within"
         assert choice.sentence.startswith(f"Keep the dense model for batches of 8{reason} 2 points")
         (row,) = [row for row in rows_of(choice) if row[1] == "a"]
         assert row[4].startswith("probably: " if is_named else "unclear")

@@ -560,8 +560,8 @@ def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
     table.times = {("image", 8): {"dense": [3.0], "near": [2.0]}}
     (told,) = recommendations(table, "top1", "accuracy", {name: Candidate(name) for name in table.runs})
     assert told.sentence == (
-        "Keep the dense model for batches of 8: whether anything faster is within 2 points is unclear, and more seeds "
-        "would tell of near."
+        "Keep the dense model for batches of 8: whether anything clearly faster is within 2 points is unclear, and "
+        "more seeds would tell of near."
     )
     assert [told.outcome(model) for model in told.undecided] == ["unclear: more seeds would tell"]
 
