@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mmod.analysis.statistics import (
     FEWEST,
     MOST,
+    ROUNDING,
     Estimate,
     chance_within,
     decides,
@@ -47,6 +48,8 @@ SEEDS = "seeds"
 _SPEEDS = (1.25, 1.5, 2.0)
 # Chance from which on a result is called probable; between it and its opposite, it is as likely as not.
 _PROBABLE = 2 / 3
+# A loss that more than so many times the samples would decide about is too close to the tolerance.
+_MANY = 10
 # Ends of the names of measures that count answers, right or wrong, or equal or not.
 _OF_ANSWERS = ("accuracy", "agreement", "right answers")
 # Titles of the columns: a difference to dense has its interval in brackets, and a speed its quartiles.
@@ -259,7 +262,7 @@ class Recommendation:
         if self.speed is None:
             return (
                 f"Keep the dense model for {self.where} for now: {named.label} probably loses at most "
-                f"{self.limit}, and {self._missing(named)} would tell. It is {figures}."
+                f"{self.limit}, and {self._deciding(named, of='')}. It is {figures}."
             )
         as_fast = f"{self.speed:g} times as fast ({_least_speed(self.speed)}) for {self.where}"
         if not _reaches(self.speed)(named):
@@ -318,7 +321,7 @@ class Recommendation:
         """Why the dense model is kept where no other is named."""
         if self._awaited:
             nearest = min(self._awaited, key=lambda model: missing_samples(model.loss, self.tolerance, model.images))
-            tell = f"{self._missing(nearest)} would tell of {nearest.label}"
+            tell = self._deciding(nearest, of=f" of {nearest.label}")
             return f"whether anything clearly faster is within {self.limit} is unclear, and {tell}"
         if self.undecided:
             return f"nothing clearly faster is likely to be within {self.limit}"
@@ -368,6 +371,26 @@ class Recommendation:
             outcome = "probably not"
         return f"{outcome}: {self._missing(model)} would tell"
 
+    def _deciding(self, model: AdviceRow, of: str) -> str:
+        """Return in words what would decide about a model: more samples, or where these are too many, a tolerance.
+
+        Args:
+            of: Names the model; empty where it was named before.
+        """
+        missing = missing_samples(model.loss, self.tolerance, model.images)
+        # The interval of a few is wide wherever their loss is.
+        is_near = model.images >= FEWEST and model.loss.has_interval and missing > _MANY * model.images
+        if self.samples == SEEDS or not is_near:
+            return f"{self._missing(model)} would tell{of}"
+        told = f"the loss{of} is too close to that to tell"
+        if self._is_enough(model):
+            told += f" from fewer than {missing:,} more {self.samples}"
+        # The worse end, rounded up as figures are printed.
+        enough = math.ceil(1000 * model.loss.high - ROUNDING) / 1000
+        if enough < 1:
+            told += f"; `--tolerance {enough:g}`, of {_in_points(enough)}, would tell"
+        return told
+
     def _missing(self, model: AdviceRow) -> str:
         """Return in words how many more samples would decide about a model."""
         if self.samples == SEEDS:
@@ -375,16 +398,17 @@ class Recommendation:
             return f"more {SEEDS}"
         missing = missing_samples(model.loss, self.tolerance, model.images)
         # So many give a first interval, or leave a loss at the limit as open as it is.
-        is_number = decides(model.loss, self.tolerance, model.images, MOST * model.images)
-        number = f"{missing:,}" if is_number else f"at least {missing:,}"
+        number = f"{missing:,}" if self._is_enough(model) else f"at least {missing:,}"
         return f"{number} more {self.samples}"
+
+    def _is_enough(self, model: AdviceRow) -> bool:
+        """Return whether the number of missing samples decides about a model, and is no lower bound."""
+        return decides(model.loss, self.tolerance, model.images, MOST * model.images)
 
     @property
     def limit(self) -> str:
         """The tolerance in words."""
-        points = f"{100 * self.tolerance:g}"
-        noun = "point" if points == "1" else "points"
-        return f"{points} {noun}"
+        return _in_points(self.tolerance)
 
     @property
     def is_tested(self) -> bool:
@@ -582,6 +606,13 @@ def batches_of(size: int, samples: str = "images") -> str:
     if size == 1:
         return f"single {samples}"
     return f"batches of {size}"
+
+
+def _in_points(share: float) -> str:
+    """Return a share as a number of points in words."""
+    number = f"{100 * share:g}"
+    noun = "point" if number == "1" else "points"
+    return f"{number} {noun}"
 
 
 def points(loss: Estimate) -> str:

@@ -269,11 +269,27 @@ def test_whether_a_loss_at_the_tolerance_is_within_it_is_unclear_and_how_many_sa
     # No number decides about a loss of exactly the tolerance.
     assert among([at_limit]).outcome(at_limit) == "unclear: at least 3,200 more images would tell"
     # The sentence has the number of the model that takes fewest.
-    beside = alternative("b", 1.6, Estimate(0.015, -0.02, 0.05), 64)
+    beside = alternative("b", 1.6, Estimate(0.015, -0.02, 0.05), 58)
     near = among([at_limit, beside])
-    missing = f"{missing_samples(beside.loss, 0.02, 64):,} more images would tell"
+    missing = f"{missing_samples(beside.loss, 0.02, 58):,} more images would tell"
     assert near.outcome(beside) == f"unclear: {missing}"
     assert near.sentence.endswith(f"whether anything clearly faster is within 2 points is unclear, and {missing} of b.")
+    # So many more that nobody has them are no advice: a tolerance that decides is.
+    assert among([at_limit]).sentence == (
+        "Keep the dense model for batches of 8: whether anything clearly faster is within 2 points is unclear, and the "
+        "loss of a is too close to that to tell; `--tolerance 0.05`, of 5 points, would tell."
+    )
+    assert among([at_limit], tolerance=0.05).used == at_limit
+    close = alternative("a", 1.5, Estimate(0.012, -0.0211, 0.0451))
+    told = (
+        r"and the loss is too close to that to tell from fewer than 1,100 more images; `--tolerance ([0-9.]+)`, of 4\.6"
+    )
+    (named,) = re.findall(f"{told} points, would tell\\. It is", among([close]).sentence)
+    assert [among([close], tolerance=float(named) - below).used for below in (0.0, 0.001)] == [close, None]
+    # None does about a loss that may be all; of few samples and of seeds the loss is not known so well.
+    lost = among([alternative("a", 1.5, Estimate(0.5, 0.0, 1.0))], tolerance=0.5)
+    assert lost.sentence.endswith("too close to that to tell.")
+    assert dataclasses.replace(near, samples="seeds").sentence.endswith("and more seeds would tell of b.")
     # It is not named as what is probably within, and neither is what is a little below.
     for value, is_named in ((0.02, False), (0.019, False), (0.0, True)):
         choice = among([alternative("a", 1.5, Estimate(value, -0.01, 0.05))])
