@@ -106,7 +106,7 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
     return {name: (base_time / speedup, speedup) for name, speedup in speedups.items()}
 
 
-KEPT_TIMES = "Name another folder then, by `--output` or in Python `folder=`, as this one keeps its times."
+KEPT_TIMES = "Use a new folder (`--output FOLDER`, in Python `folder=`): this one keeps its times."
 """Behind a caution on times that are kept in a folder."""
 
 

@@ -314,8 +314,7 @@ def told_of_controls(candidates: Sequence[Candidate], expected: Collection[str])
     told = []
     if added:
         told.append(
-            f"Controls, which are no rows of the table, keep as many tokens by the same routing at random: "
-            f"{', '.join(added)}"
+            f"Controls without a row in the table keep as many tokens by the same routing at random: {', '.join(added)}"
         )
     alone = [
         candidate.name

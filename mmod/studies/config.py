@@ -82,9 +82,9 @@ class StudyConfig(Checked):
             its `base`.
         bases: Folder of another study with the same dense model and seeds. Its dense models are used, and trained if
             they are missing.
-        controls: The control of a series: the name of another one, or false for none. That of series which are not
-            named is their own routing with random scores at the same budget, which has a row in the table only if
-            a series of yours is the same.
+        controls: The control of a series: the name of another one, or false for none. Each other series is compared
+            with its own routing with random scores, at the same budget. Such a control has a row in the table only if
+            it is one of your series too.
         latency_batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
         latency_batches: Further batch sizes whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.

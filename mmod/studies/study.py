@@ -147,7 +147,7 @@ def compared_models(comparison: Comparison, runs: Sequence[Run]) -> str:
         told.append(f"{controls} {'control' if controls == 1 else 'controls'}")
     # The dense model that all start from is no row where it is then tuned as they are.
     if any(run.name == BASE for run in runs):
-        told.append("the dense model that they start from")
+        told.append("the dense model before fine-tuning")
     text = " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
     seeds = len({run.seed for run in runs})
     return text if seeds == 1 else f"{text}, each with {seeds} seeds"

@@ -1039,7 +1039,7 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(
 def test_the_runs_of_a_study_are_counted_by_what_is_said_of_its_models() -> None:
     comparison = comparison_of(read_config(["digits-smallest"], ImageStudyConfig))
     runs = comparison.runs()
-    told = "6 models, 2 controls and the dense model that they start from, each with 2 seeds"
+    told = "6 models, 2 controls and the dense model before fine-tuning, each with 2 seeds"
     assert compared_models(comparison, runs) == told
     assert len(runs) == (6 + 2 + 1) * 2
     once = comparison_of(read_config(["digits-smallest", "--seeds", "1", "--tune", "false"], ImageStudyConfig))
