@@ -391,6 +391,11 @@ LINES = {
         "data.image_size is 32 and model.args.img_size 64",
         ({"model": {"args": {"img_size": 32}}},),
     ),
+    "patches": Line(
+        {"data": {"image_size": 30}},
+        r"30 and model\.args\.img_size 32; set both to a multiple of model\.args\.patch_size 8, such as 32$",
+        ({"data": {"image_size": 32}},),
+    ),
     "channels": Line(
         {"model": {"args": {"in_chans": 3}}},
         "data.channels is 1",

@@ -196,10 +196,12 @@ class TrainConfig(engine.LoopConfig):
             size = self.model.args.get(name)
             if size in (None, side) or (isinstance(size, (list, tuple)) and list(size) == [side, side]):
                 continue
-            raise ValueError(
-                f"data.image_size is {side} and model.args.{name} {brief(size)}; set model.args.{name} to {side}, or "
-                "data.image_size to the model's"
-            )
+            advice = f"set model.args.{name} to {side}, or data.image_size to the model's"
+            patch = self.model.args.get("patch_size")
+            if isinstance(patch, int) and patch > 0 and side % patch and not self.model.args.get("dynamic_img_pad"):
+                near = nearest_multiple(side, patch)
+                advice = f"set both to a multiple of model.args.patch_size {patch}, such as {near}"
+            raise ValueError(f"data.image_size is {side} and model.args.{name} {brief(size)}; {advice}")
 
     def _check_elastic(self) -> None:
         if self.elastic is None:
@@ -253,3 +255,13 @@ class TrainConfig(engine.LoopConfig):
     def image_routing(self) -> RoutingConfig | None:
         """The routing of the model; None for a dense model."""
         return self.routings.get("image")
+
+
+def nearest_multiple(side: int, patch: int) -> int:
+    """Return the number of pixels next to a side that whole patches make up.
+
+    Example:
+        >>> nearest_multiple(60, 8), nearest_multiple(33, 8), nearest_multiple(3, 8)
+        (64, 32, 8)
+    """
+    return max(1, round(side / patch)) * patch

@@ -15,6 +15,7 @@ from mmod.data.labels import Classes
 from mmod.io.files import is_of_transformers
 from mmod.opening.runs import run_classes
 from mmod.opening.transformers import processor_fields
+from mmod.training.image.config import nearest_multiple
 
 
 def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
@@ -26,16 +27,17 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
             f"{facts.channels}, or model.args.in_chans to {data.channels}"
         )
     side = data.image_size
+    # First, since no model takes such a side. Hosts ignore the pixels beyond the last patch.
+    if facts.patch is not None and not facts.pads and any(side % length for length in facts.patch):
+        near = facts.size or [nearest_multiple(side, length) for length in facts.patch]
+        raise ValueError(
+            f"data.image_size is {side}, which the model's patches of {facts.patch[0]} pixels do not divide: take "
+            f"a multiple, such as {near[0]}"
+        )
     if facts.size is not None and facts.size != (side, side):
         raise ValueError(
             f"data.image_size is {side} and the model takes {facts.size[0]}x{facts.size[1]}; "
             f"set model.args.img_size to {side}"
-        )
-    # Hosts ignore the pixels beyond the last patch.
-    if facts.patch is not None and not facts.pads and any(side % length for length in facts.patch):
-        raise ValueError(
-            f"data.image_size is {side}, which the model's patches of {facts.patch[0]} pixels do not divide: take "
-            "a multiple"
         )
     pool = getattr(model, "global_pool", None)
     if (data.label_patch is not None) != (pool == ""):

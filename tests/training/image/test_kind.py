@@ -143,12 +143,15 @@ class TestStartingWeights:
             create_models(ImageKind(tiny_config(output=tmp_path, model=changes)))
 
     @pytest.mark.parametrize(
-        ("field", "message"),
-        [("channels", r"data\.channels is 3 and the model takes 1"), ("image_size", r"set model\.args\.img_size to 3")],
+        ("field", "value", "message"),
+        [
+            ("channels", 3, r"data\.channels is 3 and the model takes 1"),
+            ("image_size", 12, r"set model\.args\.img_size to 12"),
+        ],
     )
-    def test_images_that_do_not_fit(self, tmp_path: Path, field: str, message: str) -> None:
+    def test_images_that_do_not_fit(self, tmp_path: Path, field: str, value: int, message: str) -> None:
         config = tiny_config(output=tmp_path)
-        data = replace(config.data, **{field: 3})
+        data = replace(config.data, **{field: value})
         with pytest.raises(ValueError, match=message):
             create_models(ImageKind(replace(config, data=data)))
 

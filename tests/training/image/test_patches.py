@@ -236,10 +236,13 @@ def test_labels_that_no_class_has_are_refused(label: int) -> None:
         evaluate(model, Labels(targets, 2))  # type: ignore[arg-type]
 
 
-def test_images_that_patches_do_not_divide_are_refused() -> None:
-    model = make_model("vit_tiny_patch16_224", img_size=24)
-    model.patch_embed.strict_img_size = False  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="image_size is 30, which the model's patches of 16 pixels do not divide"):
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_images_that_patches_do_not_divide_are_refused(is_strict: bool) -> None:
+    model = make_model("vit_tiny_patch16_224", img_size=32)
+    model.patch_embed.strict_img_size = is_strict  # type: ignore[union-attr]
+    # Not by a size of the model's, which would be refused next.
+    message = "image_size is 30, which the model's patches of 16 pixels do not divide: take a multiple, such as 32$"
+    with pytest.raises(ValueError, match=message):
         check_input(model, DataConfig(source="folder", root="r", image_size=30, channels=3), pretrained=False)
 
 
