@@ -32,7 +32,7 @@ def check_files(data: object) -> None:
     Example:
         >>> check_files(DataConfig("folder", root="nowhere"))
         Traceback (most recent call last):
-        ValueError: root='nowhere' is no folder: name one by data.root (dense.data.root of a study)
+        ValueError: root='nowhere' is no folder
     """
     files_of(data, "train")
     files_of(data, "val")

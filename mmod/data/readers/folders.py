@@ -19,6 +19,7 @@ from mmod.data.readers.images import (
     patch_classes,
     read_image,
 )
+from mmod.io.files import near_paths
 
 NO_CLASS = (".", "__", "@")
 """Beginnings of names of folders that tools leave: `.ipynb_checkpoints`, `__MACOSX`, `@eaDir`."""
@@ -222,12 +223,20 @@ def _own_classes(
 
 def split_folder(root: str | None, split: str) -> str:
     """Return the split's folder; an error where it is missing."""
-    if root is None or not os.path.isdir(root):
-        raise ValueError(f"root={root!r} is no folder: name one by data.root (dense.data.root of a study)")
+    if root is None:
+        raise ValueError("root=None is no folder: name one by data.root")
+    if not os.path.isdir(root):
+        raise ValueError(f"root={root!r} is no folder{near_paths(root)}")
     folder = _find_folder(root, split)
     if folder is None:
+        told = [f"{root} has no folder for the split {split!r}"]
+        # Where a split is named as the root.
+        parent = str(Path(root).parent)
+        if _find_folder(parent, split) is not None:
+            told.append(f"its parent {parent!r} has one: name that as the root")
         present = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-        raise ValueError(f"{root} has no folder for the split {split!r}; it has: {', '.join(present) or 'none'}")
+        told.append(f"it has: {', '.join(present) or 'none'}")
+        raise ValueError("; ".join(told))
     return folder
 
 
@@ -246,9 +255,9 @@ def map_folders(root: str | Path, split: str) -> tuple[Path, Path]:
     folders = Path(root) / "images" / split, Path(root) / "labels" / split
     for folder in folders:
         if not folder.is_dir():
+            near = "" if Path(root).is_dir() else near_paths(root)
             raise ValueError(
-                f"label maps need the folder {folder}, which does not exist: name its root by data.root "
-                "(dense.data.root of a study)"
+                f"label maps need the folder {folder}, which does not exist: name its root by data.root{near}"
             )
     return folders
 

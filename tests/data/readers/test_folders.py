@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmod.data import DataConfig, image_stream
 from mmod.data.labels import Classes, ModelClasses, match_classes
-from mmod.data.readers.folders import FolderSource, walk_images
+from mmod.data.readers.folders import FolderSource, map_folders, walk_images
 from mmod.data.readers.images import EXTENSIONS
 from mmod.io.progress import warn_once
 from mmod.opening.opened import Opened, Preprocessing
@@ -291,6 +291,23 @@ def test_folders_that_would_shift_labels_are_refused(
             save(root / name, 60)
     with pytest.raises(ValueError, match=message.format(root=root)):
         image_stream(DataConfig("folder", str(root), channels=3, **fields), 0 if training else None)
+
+
+def test_a_root_beside_the_right_one_is_told_which(tmp_path: Path) -> None:
+    for name in tree("train/ab val/ab"):
+        save(tmp_path / "shapes" / name, 60)
+    shapes = tmp_path / "shapes"
+    for root, message in {
+        shapes / "train": rf"train has no folder for the split 'val'; its parent '{shapes}' has one: .* has: a, b$",
+        tmp_path / "shpes": rf"root='{tmp_path}/shpes' is no folder; near ones: {shapes}$",
+        tmp_path / "other": rf"root='{tmp_path}/other' is no folder$",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            image_stream(DataConfig("folder", str(root)))
+    with pytest.raises(ValueError, match=rf"labels? .*shpes/images/val, .* data\.root; near ones: {shapes}$"):
+        map_folders(tmp_path / "shpes", "val")
+    with pytest.raises(ValueError, match=r"images/val, which does not exist: name its root by data\.root$"):
+        map_folders(shapes, "val")
 
 
 def test_what_a_model_names_or_needs_no_label_is_read(tmp_path: Path) -> None:
