@@ -261,7 +261,7 @@ class Recommendation:
             return f"{use}{self._undecided_by_speed}"
         if self.speed is None:
             return (
-                f"Keep the dense model for {self.where} for now: {named.label} probably loses at most "
+                f"Keep the dense model for {self.where} for now: {named.label} is probably within "
                 f"{self.limit}, and {self._deciding(named, of='')}. It is {figures}."
             )
         as_fast = f"{self.speed:g} times as fast ({_least_speed(self.speed)}) for {self.where}"
@@ -288,9 +288,12 @@ class Recommendation:
         number = max(model.images for model in self.models)
         if number >= least:
             return ""
+        gaining = ""
+        if any(model.loss.value < 0 for model in self.models):
+            gaining = " Of one that gains, fewer may tell."
         return (
             f'Even a recipe that changes no answer is a "yes" only from {least:,} {self.samples} on; these are '
-            f"{number:,}."
+            f"{number:,}.{gaining}"
         )
 
     @property
