@@ -377,9 +377,9 @@ class Advice:
         return f"{' and '.join(row.name for row in rows)} {verb} little: {_smaller_at(speed)}"
 
     def _loses_little(self, row: AdviceRow) -> bool:
-        """Return whether a recipe is within the tolerance or changed no answer, and not slower than the dense model."""
+        """Return whether a recipe changed no answer or is within the tolerance, and fewer FLOPs may make it faster."""
         is_equal = self.measure == AGREEMENT and row.score.value == 1 and row.images >= FEWEST
-        return row.speedup.high >= 1 and (is_equal or keeps(row.loss, self.tolerance))
+        return row.speedup.high >= _CLEARLY_SMALLER and (is_equal or keeps(row.loss, self.tolerance))
 
     @property
     def _beside_controls(self) -> str:
