@@ -274,8 +274,8 @@ class Advice:
         first = min([row.images for row in self.rows], default=self.images)
         if first < self.images:
             columns.append(
-                f"{self.samples.capitalize()}: {first} where another row or the dense model is as fast and clearly "
-                f"better on these; all others ran on {self.images}."
+                f"{self.samples.capitalize()}: {first} where another row or the dense model is at least as fast, "
+                f"and better on these by more than chance; all others ran on {self.images}."
             )
         if self.samples == "prompts" and self.accuracy is None:
             columns.append("The prompts have no answers, so that next tokens decide.")
