@@ -48,6 +48,7 @@ def words_of(command: str) -> list[str]:
     return [word for word in command.split() if word.islower()]
 
 
+CHAT = "train chat vlm/own-conversations --output /dev/null/run --model.config null --model.processor null"
 EARLY = {
     "train image digits/dense --output /dev/null/run --model.checkpoint nowhere": "no checkpoint at 'nowhere'",
     "train image digits/dense --routing.preset nope": "preset must be one of 'a-mod', ",
@@ -59,6 +60,11 @@ EARLY = {
     # What is wrong twice is told at once.
     "advise runs/nope --images nope": "no run or model at 'runs/nope'; and no images in 'nope': it is no folder",
     "advise runs/nope --prompts nope": "no run or model at 'runs/nope'; and --prompts 'nope' is no file",
+    # Before the hub is asked, for which it takes a minute without a network.
+    "advise testz --prompts README.md": "there is no folder 'testz' here; near ones: tests; a model of the",
+    f"{CHAT} --model.checkpoint testz": "there is no folder 'testz' here; near ones: tests; a model of the",
+    f"{CHAT} --model.checkpoint runs/nope/model": "there is no folder 'runs/nope/model' here; a model of the",
+    f"{CHAT} --model.checkpoint A/B --model.processor testz": "there is no folder 'testz' here; near ones: tests;",
     "advise vit_tiny_patch16_224 --checkpoint nope --images docs": "no checkpoint at 'nope'",
 }
 """What is refused before torch is imported: the command and the message. No run writes anything."""

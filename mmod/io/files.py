@@ -135,11 +135,15 @@ def is_of_transformers(name: str | Path) -> bool:
     return path.is_file() and "model_type" in read_json_object(path)
 
 
-def near_paths(path: str | Path) -> str:
-    """Return as the end of an error message which names beside a missing path are near its own; empty for none."""
+def near_paths(path: str | Path, folders: bool = False) -> str:
+    """Return as the end of an error message which names beside a missing path are near its own; empty for none.
+
+    Args:
+        folders: Name folders alone.
+    """
     missing = Path(path)
     try:
-        names = [other.name for other in missing.parent.iterdir()]
+        names = [other.name for other in missing.parent.iterdir() if not folders or other.is_dir()]
     # The folder is missing too, or may not be read.
     except OSError:
         return ""

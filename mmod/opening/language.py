@@ -14,6 +14,7 @@ from mmod.adapters.saving import KEY
 from mmod.io.tensors import check_complete
 from mmod.names import similar
 from mmod.opening.opened import Opened, Options
+from mmod.opening.runs import check_source
 from mmod.opening.transformers import hidden_bars
 from mmod.pretrained import HUB, load_pretrained, make_transformers
 
@@ -30,6 +31,7 @@ def open_language(source: str, options: Options) -> Opened:
     Without weights, `options.dense` asks for the architecture of the dense model.
     """
     options.refuse(repr(source), "checkpoint", "image_size")
+    check_source(source, owned=False)
     is_local = Path(source).exists()
     if options.pretrained:
         check_complete(source)
@@ -72,6 +74,7 @@ def _auto(config: Any) -> Any:
 
 def open_processor(source: str | Path, **args: Any) -> Any:
     """Return the processor of a folder or of a name on the hub, or the tokeniser of a model that reads text alone."""
+    check_source(source, owned=False)
     try:
         return AutoProcessor.from_pretrained(source, **args)
     except OSError as error:

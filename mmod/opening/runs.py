@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from mmod.data.labels import CLASSES, read_classes
+from mmod.io.files import near_paths
 from mmod.io.tensors import WEIGHTS
 from mmod.values import one_of
 
@@ -27,6 +28,8 @@ _DESCRIPTIONS = ("config.json", "mmod.json", "open_clip_config.json")
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
 # Of the training loop, with a prefix and suffix while it is written; and of transformers' trainer.
 _CHECKPOINT = re.compile(r"\.?step-\d{9,}-epoch-\d{5,}(\.partial)?|checkpoint-\d+")
+# Where runs are by default, which is no owner.
+_RUNS = "runs"
 # Weights that come with the package.
 _SHIPPED = "mmod:"
 _SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "weights"
@@ -71,6 +74,27 @@ def model_folder(path: str | Path) -> Path | None:
 def is_described(folder: str | Path) -> bool:
     """Return whether a folder holds the description of a model that a host library or mmod saved."""
     return any((Path(folder) / name).is_file() for name in _DESCRIPTIONS)
+
+
+def check_source(source: str | Path, *, owned: bool = True) -> None:
+    """Refuse what is no folder here and no name of the hub, which would be asked for up to a minute.
+
+    Args:
+        owned: Names of the hub have an owner. Some old ones have none, such as gpt2, and may be meant where no folder
+            here is near.
+
+    Raises:
+        FileNotFoundError: With the folders whose names are near.
+    """
+    path = Path(source)
+    if path.exists():
+        return
+    near = near_paths(path, folders=True)
+    is_name = len(path.parts) == 2 and path.parts[0] not in ("..", "~", path.anchor, _RUNS)
+    if len(path.parts) == 1 and not owned:
+        is_name = not near
+    if not is_name:
+        raise FileNotFoundError(f"there is no folder {str(source)!r} here{near}; a model of the hub is OWNER/NAME")
 
 
 def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
@@ -125,6 +149,8 @@ def find_weights(path: str | Path) -> Path:
     inside = ""
     if path.is_dir():
         inside = f": the folder holds no {WEIGHTS}"
+    elif not path.exists():
+        inside = near_paths(path)
     raise FileNotFoundError(f"no checkpoint at {str(path)!r}{inside}")
 
 

@@ -14,7 +14,7 @@ from mmod.io.files import folder_name
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option, read_yaml
 from mmod.names import near_names
-from mmod.opening.runs import RUN_CONFIG, find_run, find_weights
+from mmod.opening.runs import RUN_CONFIG, check_source, find_run, find_weights
 from mmod.planning.candidate import TOLERANCE
 from mmod.values import check_value
 
@@ -108,6 +108,11 @@ def _check_files(options: argparse.Namespace) -> None:
         missing.append(
             "; ".join(filter(None, [f"no run or model at {options.model!r}", near_names(str(path), beside)]))
         )
+    elif options.prompts is not None and ":" not in options.model:
+        try:
+            check_source(options.model)
+        except FileNotFoundError as error:
+            missing.append(str(error))
     if options.checkpoint is not None:
         try:
             find_weights(options.checkpoint)

@@ -21,7 +21,7 @@ import mmod
 from mmod import Opened, open_model
 from mmod.methods import methods_of
 from mmod.opening.opened import Preprocessing
-from mmod.opening.runs import find_run, model_folder
+from mmod.opening.runs import check_source, find_run, find_weights, model_folder
 from mmod.training import fit
 from mmod.training.command import parse_run
 from mmod.training.engine import loop
@@ -383,3 +383,35 @@ def test_a_changed_model_is_not_changed_again(tmp_path: Path) -> None:
     assert mmod.is_routed(load(kind_of(config_class("image").from_dict(fields))))
     with pytest.raises(ValueError, match="was changed by routing: name the dense model, or train it"):
         load(kind_of(config_class("image").from_dict({**fields, "methods": [MERGE]})))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llavva", r"^there is no folder 'llavva' here; near ones: llava; a model of the hub is OWNER/NAME$"),
+        ("nothing", r"^there is no folder 'nothing' here; a model of the hub is OWNER/NAME$"),
+        ("runs/mime", "no folder 'runs/mime' here; near ones: runs/mine; a model"),
+        ("runs/mine/last", "no folder 'runs/mine/last' here; a model"),
+        ("../none", r"no folder '\.\./none' here; a model"),
+        ("/none", "no folder '/none' here; a model"),
+    ],
+)
+def test_what_is_no_folder_and_no_name_of_the_hub_is_refused(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("llava", "runs/mine", "OWNER/NAME"):
+        (tmp_path / folder).mkdir(parents=True)
+    # A file of a name without an owner is no folder that it might be.
+    (tmp_path / "gpt2.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=message):
+        check_source(name)
+    for right in ("llava", "runs/mine", "OWNER/NAMES", "OTHER/NAME"):
+        check_source(right)
+    check_source("gpt2", owned=False)
+    with pytest.raises(FileNotFoundError, match="there is no folder 'llavva' here; near ones: llava;"):
+        open_model("transformers:llavva")
+    with pytest.raises(ValueError, match=r"timm knows no model 'llavva'; .*; nor is it a folder here; near .* llava$"):
+        open_model("llavva")
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at 'runs/mime'; near ones: runs/mine$"):
+        find_weights("runs/mime")

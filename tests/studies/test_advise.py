@@ -292,7 +292,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llava --prompts missing.json", r"--prompts 'missing\.json' is no file"),
         (
             "./none --prompts questions.json",
-            r"no folder '\./none' here, and no processor of that name on the hub: ",
+            r"no folder '\./none' here; a model of the hub is OWNER/NAME",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.io.yaml import read_yaml
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.runs import RUN_CONFIG, find_run, model_folder
+from mmod.opening.runs import RUN_CONFIG, check_source, find_run, model_folder
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.training.engine.groups import check_warmup
 from mmod.values import Checked, check_value
@@ -116,6 +116,12 @@ class ModelConfig(Checked, group="model"):
             known = " and ".join(WITHOUT_WEIGHTS)
             raise ValueError(f"model.args {', '.join(foreign)} need a checkpoint; random weights take {known}")
 
+    def check_sources(self) -> None:
+        """Raise a FileNotFoundError if checkpoint or processor are no folder here and no name of the hub."""
+        named = [name for name in (self.checkpoint, self.processor) if name is not None and name not in BUILT]
+        for name in named:
+            check_source(name)
+
     @property
     def has_weights(self) -> bool:
         """Whether training starts from trained weights."""
@@ -213,6 +219,7 @@ class TrainConfig(RunConfig):
 
     def check_weights(self) -> None:
         """Refuse a run of another kind, before its processor is opened; see `RunConfig.check_weights`."""
+        self.model.check_sources()
         run = None if self.model.checkpoint is None else find_run(self.model.checkpoint)
         if run is None:
             return

@@ -31,6 +31,7 @@ def create_processor(config: TrainConfig) -> Any:
         # It imports transformers, which training on other data does not need.
         from mmod.opening.language import open_processor
 
+        model.check_sources()
         processor = open_processor(model.processor or model.folder or str(model.checkpoint), **model.processor_args)
         if model.image_size is None:
             return processor

@@ -53,7 +53,7 @@ def test_starts_that_a_run_cannot_have_are_refused_with_those_that_it_can(folder
         ValueError, match=rf"{tmp_path}' is a run of kind 'image': name one of kind 'chat', or a vision"
     ):
         main([*words, "--model.checkpoint", str(tmp_path)], "chat")
-    with pytest.raises(ValueError, match=r"no folder '\./none' here, and no processor of that name on the hub"):
+    with pytest.raises(FileNotFoundError, match=r"no folder '\./none' here; a model of the hub is OWNER/NAME"):
         create_processor(vlm_config(folder, model=ModelConfig(checkpoint="./none")))
     for part in create_with_processor(vlm_config(folder, routing=P_MOD)):
         part.save_pretrained(folder / "routed")
