@@ -261,8 +261,8 @@ class Recommendation:
             return f"{use}{self._undecided_by_speed}"
         if self.speed is None:
             return (
-                f"Keep the dense model for {self.where} for now: {named.label} is probably within "
-                f"{self.limit}, and {self._deciding(named, of='')}. It is {figures}."
+                f"Keep the dense model for {self.where} for now: {named.label} is probably no more than "
+                f"{self.limit} worse, and {self._deciding(named, of='')}. It is {figures}."
             )
         as_fast = f"{self.speed:g} times as fast ({_least_speed(self.speed)}) for {self.where}"
         if not _reaches(self.speed)(named):

@@ -224,8 +224,8 @@ def test_of_what_is_undecided_the_fastest_that_is_probably_within_the_tolerance_
     mild = alternative("mild", 1.1, Estimate(0.0, -0.04, 0.04), 60)
     choice = among([risky, fast, mild])
     assert choice.sentence == (
-        "Keep the dense model for batches of 8 for now: fast is probably within 2 points, and 260 more images "
-        "would tell. It is 1.70 times as fast, +0.0 [-6.0, +4.0] points of accuracy."
+        "Keep the dense model for batches of 8 for now: fast is probably no more than 2 points worse, and 260 more "
+        "images would tell. It is 1.70 times as fast, +0.0 [-6.0, +4.0] points of accuracy."
     )
     # From the slowest on, whatever the sentence names first.
     assert verdict_of([choice]).named[0] == "fast"
@@ -260,7 +260,7 @@ def test_a_row_says_why_the_sentence_does_not_name_it_though_its_median_is_faste
         alternative("wide", 1.25, Estimate(-0.02, -0.06, 0.03), 60), speedup=Spread(1.25, 0.93, 1.4)
     )
     choice = among([sure, wide])
-    assert "for now: sure is probably within 2 points" in choice.sentence
+    assert "for now: sure is probably no more than 2 points worse" in choice.sentence
     rows = {row[1]: row[4] for row in rows_of(choice)}
     assert "faster" not in rows["sure"]
     assert rows["wide"].endswith(" more images would tell; not clearly faster")
@@ -299,7 +299,7 @@ def test_whether_a_loss_at_the_tolerance_is_within_it_is_unclear_and_how_many_sa
     for value, is_named in ((0.02, False), (0.019, False), (0.0, True)):
         choice = among([alternative("a", 1.5, Estimate(value, -0.01, 0.05))])
         assert (choice.named is not None) == is_named
-        reason = " for now: a is probably within" if is_named else ": whether anything clearly faster is within"
+        reason = " for now: a is probably no more than" if is_named else ": whether anything clearly faster is within"
         assert choice.sentence.startswith(f"Keep the dense model for batches of 8{reason} 2 points")
         (row,) = [row for row in rows_of(choice) if row[1] == "a"]
         assert row[4].startswith("probably: " if is_named else "unclear")

@@ -450,8 +450,8 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
     told = tell(image_study(config), table, runs, [], {"images": []})
     assert text_of(told).startswith(
-        "Keep the dense model for batches of 16 for now: lucky is probably within 2 points, and 270 more images "
-        "would tell. It is 1.50 times as fast, +2.5 [-7.1, +12.0] points of accuracy."
+        "Keep the dense model for batches of 16 for now: lucky is probably no more than 2 points worse, and 270 more "
+        "images would tell. It is 1.50 times as fast, +2.5 [-7.1, +12.0] points of accuracy."
     )
     # Where the others alone are fine-tuned, differences to the dense model are also those of training.
     assert "not fine-tuned as" not in text_of(told)
