@@ -21,15 +21,12 @@ from mmod.planning.choice import (
     ON_FRONT,
     AdviceRow,
     Recommendation,
-    Verdict,
     batches_of,
-    beside_controls,
-    guessing,
-    verdict_of,
 )
 from mmod.planning.early import COSINES
 from mmod.planning.samples import AGREEMENT, ALONE
 from mmod.planning.untrained import FASTER, FASTER_SHARES
+from mmod.planning.verdict import Verdict, beside_controls, guessing, verdict_of
 
 # Milliseconds of a dense pass, from `python -m scripts.gradual_size`.
 _BREAKS_EVEN = 12

@@ -41,10 +41,9 @@ from mmod.planning.choice import (
     AdviceRow,
     Recommendation,
     batches_of,
-    guessing,
-    verdict_of,
 )
 from mmod.planning.early import shown_front
+from mmod.planning.verdict import guessing, verdict_of
 from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
@@ -253,7 +252,7 @@ def tell_of(
 
 
 def _guesses(study: Study, table: Table, figure: str) -> str:
-    """Say that the dense model guesses, if it does by a figure, see `mmod.planning.choice.guessing`."""
+    """Say that the dense model guesses, if it does by a figure, see `mmod.planning.verdict.guessing`."""
     # Patches of an image are no independent draws.
     if study.config.score != "top1":
         return ""
@@ -320,7 +319,7 @@ def recommendations(
 
     Args:
         measure: Title of the score.
-        guesses: That the dense model guesses, see `mmod.planning.choice.guessing`.
+        guesses: That the dense model guesses, see `mmod.planning.verdict.guessing`.
     """
     # More images would not narrow intervals over seeds.
     is_by_sample = paired_by_sample(table, score, list(candidates))

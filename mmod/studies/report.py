@@ -26,7 +26,7 @@ from mmod.analysis.timing import KEPT_TIMES, Spread, ratios, relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.planning.candidate import TOLERANCE, Candidate
-from mmod.planning.choice import beside_controls
+from mmod.planning.verdict import beside_controls
 from mmod.studies.kind import Facts, Runs, Study
 from mmod.studies.measure import BEFORE
 from mmod.studies.runs import Comparison, Run

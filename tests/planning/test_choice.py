@@ -28,10 +28,9 @@ from mmod.planning.choice import (
     USE,
     AdviceRow,
     Recommendation,
-    beside_controls,
     points,
-    verdict_of,
 )
+from mmod.planning.verdict import beside_controls, verdict_of
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1)
 # A front as models have it: faster ones lose more, some near a tolerance.

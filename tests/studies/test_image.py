@@ -32,7 +32,7 @@ from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate, untrained
 from mmod.planning import advice as advice_page
-from mmod.planning.choice import guessing, verdict_of
+from mmod.planning.verdict import guessing, verdict_of
 from mmod.report.page import write_report
 from mmod.studies import image as image_studies
 from mmod.studies.candidates import baselines_of, comparison_of, training_configs
