@@ -523,7 +523,7 @@ def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..
     stride = [Candidate("stride", routing={"router": "stride"})]
     advice = mmod.advise(make(), [images], candidates=stride, progress=False)
     assert advice.redundancy == mmod.redundancy(images, 16)
-    assert "The images: 50% of patches flat" in str(advice)
+    assert "The images: 50 % of patches flat" in str(advice)
 
 
 def test_a_killed_call_goes_on_and_another_finds_its_own(
