@@ -198,7 +198,7 @@ def mean_rows(
         size_BK = size_BK.clamp(min=1)
     index = _flat(slot_BN, slots, all_join)
     # Sums of half precision would stop to grow where a row is less than half of their last digit.
-    dtype = torch.promote_types(x_BND.dtype, torch.float32)
+    dtype = torch.float32 if x_BND.dtype in (torch.float16, torch.bfloat16) else x_BND.dtype
     # All rows as those of one image, which needs no view of a single one.
     total = x_BND.new_zeros(1, images * slots, x_BND.shape[2], dtype=dtype)
     rows_BND = rows_BND.to(dtype)
