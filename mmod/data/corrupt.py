@@ -17,6 +17,8 @@ OnCorrupt = Literal["raise", "skip"]
 _MAX_DETAILS = 1000
 # Faults that an error names.
 _TOLD = 5
+SKIPPING = "(on_corrupt='skip' counts such samples and leaves them out)"
+"""What else may be done with samples that cannot be read, for messages."""
 
 
 class CorruptDataError(ValueError):
@@ -86,7 +88,7 @@ class CorruptReport:
             told = "; ".join(map(str, met[:_TOLD]))
             if len(met) > _TOLD:
                 told += f"; {len(met) - _TOLD} more"
-            raise CorruptDataError(f"{told} (on_corrupt='skip' counts such samples and leaves them out)")
+            raise CorruptDataError(f"{told} {SKIPPING}")
         for fault in met:
             self.faults[fault] = None
             if self.limit is not None and len(self.faults) > self.limit:

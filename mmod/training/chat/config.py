@@ -265,7 +265,8 @@ class TrainConfig(RunConfig):
     @property
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change; see `RunConfig.free_keys`."""
-        return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}
+        free = {"data.root", "data.on_corrupt", "data.max_corrupt", "eval_batch_size"}
+        return super().free_keys | free | {f"trainer.{name}" for name in _FREE}
 
     def plain(self) -> TrainConfig:
         """Return the config without adapters and frozen parts; see `RunConfig.plain`."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 from transformers import AutoModelForImageTextToText, Trainer
 
@@ -33,6 +34,7 @@ from mmod.training.chat.start import create_with_processor, router_parameters
 from mmod.training.chat.trainer import RunCallback, last_checkpoint
 from mmod.training.engine.checkpoint import write_sums
 from mmod.training.engine.health import FIGURES
+from mmod.training.engine.run_folder import told_start
 from mmod.training.kinds import estimate
 from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 from tests.kit.disk import small_disk
@@ -286,8 +288,14 @@ def test_an_image_that_a_worker_cannot_decode_is_named(tmp_path: Path) -> None:
     data = replace(vlm_config(tmp_path).data, train=str(tmp_path / "t.json"), val=None)
     config = vlm_config(tmp_path, "run", {"dataloader_num_workers": 1}, data=data)
     before = multiprocessing.active_children()
-    with pytest.raises(CorruptDataError, match=rf"\A{tmp_path}/0\.png \[7\]: image of 200 bytes cannot be decoded"):
+    told = rf"\A{tmp_path}/0\.png \[7\]: image of 200 bytes cannot be decoded.* \(on_corrupt='skip' counts such samples"
+    with pytest.raises(CorruptDataError, match=told):
         fit(config, progress=False)
+    # What is told may be done in the folder of a run that had begun.
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({**config.to_dict(), "world_size": 1}))
+    skipping = replace(config, data=replace(data, on_corrupt="skip"))
+    assert told_start(skipping, 1).endswith("before its first checkpoint, and would start anew")
     # The error does not keep the loader, whose worker would go on until garbage is collected.
     assert multiprocessing.active_children() == before
 
