@@ -87,7 +87,7 @@ SCREENS = {
         {
             "train image digits/dense": "a dense model of digits, in minutes",
             "train image flowers.yaml --epochs 1 --schedule.warmup_epochs 0 --data.train_limit 100": "a first try",
-            "train image flowers.yaml --output runs/gradual --model.checkpoint runs/flowers "
+            "train image flowers.yaml --output runs/gradual --model.pretrained false --model.checkpoint runs/flowers "
             '--routing "{preset: gradual}"': "routed, from the dense run",
         },
         {
