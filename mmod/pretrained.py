@@ -514,10 +514,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     if isinstance(config, dict):
         format_version = config.get("format_version")
     if format_version != FORMAT_VERSION:
+        advice = (
+            "Change a new dense model in the same way, as the file says, and load the weights: "
+            "model.load_state_dict(safetensors.torch.load_file(...))"
+        )
+        if isinstance(format_version, int) and format_version > FORMAT_VERSION:
+            advice = "A later mmod wrote it: install that one or a later one"
         raise ValueError(
             f"{str(path)!r} has format version {format_version!r}; this mmod ({_version('mmod')}) reads version "
-            f"{FORMAT_VERSION}. Change a new dense model in the same way, as the file says, and load the weights: "
-            "model.load_state_dict(safetensors.torch.load_file(...))"
+            f"{FORMAT_VERSION}. {advice}"
         )
     libraries = (*ADAPTERS, OWN)
     if set(config) != set(_KEYS) or config["library"] not in libraries:

@@ -23,7 +23,8 @@ def edit(folder: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]
 
 ROUTER = "blocks.2.router.score.weight"
 CHANGES = [
-    (lambda config, weights: config.update(format_version=99), r"format version 99; .*Change a new dense model"),
+    (lambda config, weights: config.update(format_version=99), r"format version 99; .*A later mmod wrote it"),
+    (lambda config, weights: config.update(format_version=0), r"format version 0; .*Change a new dense model"),
     (lambda config, weights: config.pop("format_version"), "format version None"),
     (lambda config, weights: config.pop("methods"), "must hold"),
     (lambda config, weights: config.update(methods=[3]), r"methods must be a list of mappings, got \[3\]"),
