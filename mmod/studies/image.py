@@ -192,6 +192,7 @@ def tell_of(
     # The page has a column of standard deviations.
     title, form = summary[score]
     summary[score] = (title, f"±{form.removeprefix('±')}")
+    classes = _classes_of(study)
     began = BEFORE if BEFORE in table.runs[DENSE][0].figures else score
     told = Told(
         rows=rows,
@@ -200,7 +201,7 @@ def tell_of(
         axes=axes,
         parts=[],
         summary=summary,
-        began_by_chance=bool(_guesses(study, table, began)),
+        began_by_chance=bool(_guesses(table, began, classes)),
     )
     to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
     has_intervals = any(difference.has_interval for difference in to_dense)
@@ -210,7 +211,7 @@ def tell_of(
     if not table.times and (is_repeated or has_intervals):
         return told._replace(parts=[*filter(None, [note, significance(table, score, names)])])
     candidates = {name: run.candidate for name, run in runs.items()}
-    guesses = _guesses(study, table, score)
+    guesses = _guesses(table, score, classes)
     found = recommendations(table, score, measure, candidates, study.config.tolerance, guesses)
     parts: list[str | MarkdownTable] = []
     if found:
@@ -251,13 +252,17 @@ def tell_of(
     return told._replace(parts=parts)
 
 
-def _guesses(study: Study, table: Table, figure: str) -> str:
-    """Say that the dense model guesses, if it does by a figure, see `mmod.planning.verdict.guessing`."""
+def _classes_of(study: Study) -> int | None:
+    """Return the number of classes that the dense model chooses from; None where it classifies no images."""
     # Patches of an image are no independent draws.
     if study.config.score != "top1":
-        return ""
+        return None
     # Of the model: its config need not say how many classes it has.
-    classes = image_facts(sketch(kind_of(study.dense))).classes
+    return image_facts(sketch(kind_of(study.dense))).classes
+
+
+def _guesses(table: Table, figure: str, classes: int | None) -> str:
+    """Say that the dense model guesses, if it does by a figure, see `mmod.planning.verdict.guessing`."""
     return guessing(mean_of(table, figure, DENSE) / 100, classes, evaluated(table, DENSE))
 
 
