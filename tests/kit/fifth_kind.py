@@ -116,7 +116,7 @@ class MiddleKind:
 
     def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Return the mean distance, and that of every image."""
-        rows = read_rows(self.evaluate, model, data, next(model.parameters()).device, progress=progress, store=store)
+        rows = read_rows(self.evaluate, model, data, progress=progress, store=store)
         result = EvalResult(float(rows["loss"].mean()), len(rows["loss"]), kept_means(rows))
         return Evaluated(result, {"distance": rows["loss"].numpy()})
 

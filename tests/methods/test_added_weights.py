@@ -107,5 +107,5 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
     assert kind == "experts" or teacher is None
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
     test = evaluation_data(TextKind(config), again)
-    rows = read_rows(evaluate_ways, again, test, torch.device("cpu"))
+    rows = read_rows(evaluate_ways, again, test)
     assert score(rows, again).loss == pytest.approx(evaluation.loss)

@@ -103,7 +103,6 @@ def read_rows(
     evaluate: Callable[[nn.Module, Batch], Columns],
     model: nn.Module,
     stream: BatchStream,
-    device: torch.device,
     *,
     progress: bool = False,
     store: BatchStore | None = None,
@@ -116,6 +115,7 @@ def read_rows(
         evaluate: From the model and a batch on its device to the batch's rows.
         store: Keeps the rows of each batch; None keeps nothing.
     """
+    device = next(model.parameters()).device
 
     def computed(batch: Batch) -> Columns:
         return evaluate(model, to_device(batch, device))

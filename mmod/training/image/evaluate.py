@@ -81,7 +81,6 @@ class EvalResult(RoutedResult):
 def evaluate(
     model: nn.Module,
     stream: BatchStream,
-    device: torch.device | str = "cpu",
     precision: str = "fp32",
     *,
     progress: bool = False,
@@ -104,14 +103,13 @@ def evaluate(
         >>> evaluate(model, stream).samples
         64
     """
-    result: EvalResult = evaluate_set(model, stream, torch.device(device), precision, progress=progress).result
+    result: EvalResult = evaluate_set(model, stream, precision, progress=progress).result
     return result
 
 
 def evaluate_set(
     model: nn.Module,
     stream: BatchStream,
-    device: torch.device,
     precision: str = "fp32",
     *,
     progress: bool = False,
@@ -119,7 +117,7 @@ def evaluate_set(
 ) -> Evaluated:
     """Return the result of `evaluate`, and the outcomes that it follows from; see `image_outcomes`."""
     read = partial(evaluate_batch, precision=precision)
-    rows = read_rows(read, model, stream, device, progress=progress, store=store)
+    rows = read_rows(read, model, stream, progress=progress, store=store)
     # Streams of a caller may name no classes.
     return Evaluated(score(rows, getattr(stream, "classes", None)), image_outcomes(rows))
 

@@ -139,8 +139,7 @@ class ImageKind:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
         config = self.config
         routing = self.config.image_routing
-        device = next(model.parameters()).device
-        measure = partial(evaluate_set, model, data, device, config.precision, progress=progress)
+        measure = partial(evaluate_set, model, data, config.precision, progress=progress)
         if config.elastic is None or routing is None:
             return measure(store=store)
         results = {}

@@ -82,7 +82,6 @@ def evaluate_set(
     model: Any,
     stream: BatchStream,
     tokenizer: Tokenizer,
-    device: torch.device,
     precision: str = "fp32",
     *,
     zero_shot: str | None = None,
@@ -98,7 +97,7 @@ def evaluate_set(
     recall at 1, the mean of both directions.
 
     Args:
-        model: An open_clip model, on `device`; its mode is restored at the end.
+        model: An open_clip model; its mode is restored at the end.
         tokenizer: From prompts to tokens (B, L).
         zero_shot: "scenes", "imagenet:FOLDER" or None; see `TrainConfig`.
         transform: From a PIL image to a tensor, for the images of a folder.
@@ -109,7 +108,8 @@ def evaluate_set(
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
     read = partial(evaluate_batch, precision=precision)
-    rows = read_rows(read, model, stream, device, progress=progress, store=store)
+    rows = read_rows(read, model, stream, progress=progress, store=store)
+    device = next(model.parameters()).device
     images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
     for name, embeddings in (("image", images), ("text", texts)):
         check_finite(f"the {name} embeddings of an evaluation", embeddings)
@@ -262,7 +262,7 @@ def classify_folder(
         images, classes = batch
         return _hits(model.encode_image(images, normalize=True).float() @ weights, classes)
 
-    rows = read_rows(classify, model, batches, weights.device, progress=bar, store=store)
+    rows = read_rows(classify, model, batches, progress=bar, store=store)
     return share(rows["first"]), share(rows["five"])
 
 

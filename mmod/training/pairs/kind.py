@@ -119,7 +119,6 @@ class PairsKind:
             model,
             data,
             tokenizer,
-            next(model.parameters()).device,
             self.config.precision,
             zero_shot=self.config.zero_shot,
             transform=transform,

@@ -71,7 +71,7 @@ class TextKind:
     def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Measure the losses of a model in every way in which it can decide; see `evaluate_ways`."""
         read = partial(evaluate_ways, precision=self.config.precision, elastic=self.config.elastic)
-        rows = read_rows(read, model, data, next(model.parameters()).device, progress=progress, store=store)
+        rows = read_rows(read, model, data, progress=progress, store=store)
         return Evaluated(score(rows, model))
 
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:

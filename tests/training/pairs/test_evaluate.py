@@ -21,8 +21,6 @@ from mmod.training.pairs.evaluate import check_imagenet, evaluate_set, rank_both
 from tests.kit.pairs_worker import MODEL
 from tests.kit.sets import SETS
 
-CPU = torch.device("cpu")
-
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 12), kinds=st.integers(1, 12))
 def test_ranks_are_those_of_a_loop_over_images_and_distinct_captions(seed: int, count: int, kinds: int) -> None:
@@ -83,7 +81,7 @@ def tokenizer(captions: list[str]) -> Tensor:
 
 
 def test_recalls_are_those_of_the_whole_similarity_matrix(model: Any, stream: Any) -> None:
-    result = evaluate_set(model, stream, tokenizer, CPU).result
+    result = evaluate_set(model, stream, tokenizer).result
     assert model.training
     model.eval()
     images, texts = (torch.cat(parts) for parts in zip(*stream.batches(0)))
@@ -105,7 +103,7 @@ def test_kept_shares_of_both_towers(model: Any, stream: Any) -> None:
     routing = mmod.RoutingConfig(capacity=0.5)
     mmod.route_(model, routing)
     try:
-        result = evaluate_set(model, stream, tokenizer, CPU).result
+        result = evaluate_set(model, stream, tokenizer).result
     finally:
         mmod.unroute_(model)
     assert result.kept["visual.transformer.resblocks.1"] == pytest.approx(5 / 10)
@@ -135,7 +133,7 @@ class KnowsDigits(nn.Module):
 
 def test_zero_shot_asks_for_the_digit_that_captions_name_first(stream: Any) -> None:
     classes = [tokens[3].item() for _, batch in stream.batches(0) for tokens in batch]
-    result = evaluate_set(KnowsDigits("7"), stream, tokenizer, CPU, zero_shot="scenes").result
+    result = evaluate_set(KnowsDigits("7"), stream, tokenizer, zero_shot="scenes").result
     share = classes.count(tokenizer(["7"])[0, 1].item()) / len(classes)
     assert 0 < share < 1
     assert result.zero_shot_top1 == pytest.approx(100 * share)
@@ -149,18 +147,18 @@ def test_zero_shot_on_a_folder_of_classes(
         Image.new("RGB", (50, 60), (40 * number, 0, 99)).save(tmp_path / name / "a.png")
     options: dict[str, Any] = {"transform": open_clip.image_transform(48, is_train=False)}
     with pytest.raises(ValueError, match=r"must have 1000 folders, .*; got 6: n0"):
-        evaluate_set(model, stream, tokenizer, CPU, zero_shot=f"imagenet:{tmp_path}", **options)
+        evaluate_set(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
     monkeypatch.setattr(open_clip, "IMAGENET_CLASSNAMES", ["cat", "dog", "cup", "car", "sea", "tree"])
-    result = evaluate_set(model, stream, tokenizer, CPU, zero_shot=f"imagenet:{tmp_path}", **options).result
+    result = evaluate_set(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options).result
     assert result.zero_shot_top1 in [pytest.approx(100 * hits / 6) for hits in range(7)]
     assert result.zero_shot_top5 >= result.zero_shot_top1
     # Broken images are faults as of any folder.
     (tmp_path / "n3" / "b.png").write_bytes(b"no picture")
     with pytest.raises(CorruptDataError, match=r"b\.png: image of 10 bytes"):
-        evaluate_set(model, stream, tokenizer, CPU, zero_shot=f"imagenet:{tmp_path}", **options)
+        evaluate_set(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
     config = PairsConfig(val="scenes:tiny/val", root=str(SETS / "scenes"), batch_size=24, on_corrupt="skip")
     skipping = pairs_stream(config, options["transform"], tokenizer)
-    again = evaluate_set(model, skipping, tokenizer, CPU, zero_shot=f"imagenet:{tmp_path}", **options).result
+    again = evaluate_set(model, skipping, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options).result
     assert again.zero_shot_top1 == result.zero_shot_top1
     assert len(skipping.report.faults) == 1
 
@@ -189,4 +187,4 @@ def test_captions_of_another_kind_have_no_zero_shot_class(model: Any, stream: An
         return tokenizer([f"the {caption}" for caption in captions])
 
     with pytest.raises(ValueError, match="pair 0 has a caption of another kind"):
-        evaluate_set(model, stream, other, CPU, zero_shot="scenes")
+        evaluate_set(model, stream, other, zero_shot="scenes")

@@ -31,7 +31,6 @@ ROUTINGS = {
         language={**LANGUAGE, "predictor": True},
     ),
 }
-CPU = torch.device("cpu")
 WINDOWS = TextConfig(length=24, batch_size=4, val_limit=7)
 
 
@@ -67,7 +66,7 @@ def decoded(model: Any, tokens: Tensor) -> Tensor:
 def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
     config, (tokens, following) = ROUTINGS[routing], windows()
     model = make(name, config).train()
-    evaluation = score(read_rows(evaluate_ways, model, text_stream(WINDOWS), CPU), model)
+    evaluation = score(read_rows(evaluate_ways, model, text_stream(WINDOWS)), model)
     assert model.training
     model.eval()
     assert evaluation.samples == 7
@@ -93,7 +92,7 @@ def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
 def test_what_decides_in_one_way_has_one_loss() -> None:
     threshold = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold")
     models = [make("llama", routing) for routing in (None, threshold, mmod.RoutingConfig(router="random"))]
-    dense, one, none = (score(read_rows(evaluate_ways, model, text_stream(WINDOWS), CPU), model) for model in models)
+    dense, one, none = (score(read_rows(evaluate_ways, model, text_stream(WINDOWS)), model) for model in models)
     assert dense.causal_loss == dense.loss
     assert one.causal_loss == one.loss
     assert 0 < one.mean_kept < 1
