@@ -260,6 +260,8 @@ class Store:
 class OptionalStore:
     """A store that saves time alone: a damaged file is made anew, and whatever else goes wrong with it ends nothing.
 
+    A file at its path that is no store stays as it is.
+
     Args:
         path: The file, in a folder that exists.
         otherwise: What follows where the file cannot be used, which is said once; empty to say nothing.
@@ -281,9 +283,9 @@ class OptionalStore:
 
     def remove(self) -> None:
         """Remove the file, once its results are of no use any more."""
-        if self._store is not None:
-            # Where it cannot be removed, it stays as it is.
-            with suppress(OSError):
+        # Where it cannot be removed, it stays as it is.
+        with suppress(OSError):
+            if self._store is not None and not _is_other(self._path):
                 self._store.remove()
 
     def _tried(self, step: Callable[[Store], Any]) -> Any:
@@ -293,7 +295,9 @@ class OptionalStore:
             try:
                 return step(self._opened())
             except ValueError:
-                # Damaged.
+                # Damaged. What lies there by chance is not ours to remove.
+                if _is_other(self._path):
+                    raise
                 self._path.unlink(missing_ok=True)
                 return step(self._opened())
         except (OSError, RuntimeError, ValueError) as error:
@@ -306,6 +310,14 @@ class OptionalStore:
         if self._store is None:
             self._store = Store(self._path)
         return self._store
+
+
+def _is_other(path: Path) -> bool:
+    """Return whether there is something that does not begin as a store does."""
+    if not path.is_file():
+        return path.exists()
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) != _MAGIC
 
 
 def fingerprint(*outputs: Tensor) -> str:

@@ -168,7 +168,9 @@ def test_an_evaluation_leaves_no_folder_of_its_config_though_it_was_interrupted(
 
 
 def _damage(file: Path) -> None:
-    file.write_text("no store\n")
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
 
 
 def _block(file: Path) -> None:
@@ -182,7 +184,11 @@ def _make_folder(file: Path) -> None:
     file.mkdir()
 
 
-@pytest.mark.parametrize("harm", [_damage, _block, _make_folder])
+def _replace(file: Path) -> None:
+    file.write_text("notes of the user\n")
+
+
+@pytest.mark.parametrize("harm", [_damage, _block, _make_folder, _replace])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_nothing_that_happens_to_its_file_ends_an_evaluation(
     harm: Callable[[Path], None], is_open: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -198,6 +204,8 @@ def test_nothing_that_happens_to_its_file_ends_an_evaluation(
         for batch in ("one", "two"):
             assert store.of(part).once(batch, lambda: 2) == 2
     store.file.remove()
+    if harm is _replace:
+        assert file.read_text() == "notes of the user\n"
     # Once, whatever goes wrong later; a damaged file is made anew.
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[0] for line in said] == ["said"] * (harm is not _damage)
