@@ -75,7 +75,7 @@ SCREENS = {
             "--tolerance SHARE": "what may be lost: 0.02 are 2 points (0.02)",
             "--finetune.epochs N": "as for any key of the training config, in fine-tuning",
             "--seeds N": "repeat the training: intervals are then over training runs",
-            '--latency_batches "[1, 8]"': "batch sizes that are timed, besides that of the picture",
+            "--latency_batch N": "the batch size that you will run, to be timed; `--latency_batches`: further ones",
             "--processes N": "models that are trained at the same time",
             "--output FOLDER": "folder of the result; the same command resumes a stopped study there",
             **_PRINT,
