@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -124,19 +125,27 @@ class Candidate:
         pixels = side if isinstance(side, int) else " x ".join(map(str, side))
         return f"{self.name} ({pixels} px)"
 
-    def apply_(self, model: nn.Module, part: str, depth: int) -> None:
-        """Change a dense model in place, without training.
+    def apply_(self, model: nn.Module, part: str, depth: int) -> bool:
+        """Change a dense model in place, without training, and return whether most blocks compute attention twice then.
 
         Args:
             part: The part that is routed.
             depth: Number of its blocks.
         """
         # Imported late, as in `code`.
+        from mmod.blocks import MethodWarning
         from mmod.methods.resolve import resolve_methods
         from mmod.model import change_
 
-        for method in resolve_methods(self.methods, {part: self.routing}, {part: depth}):
-            change_(model, method)
+        with warnings.catch_warnings(record=True) as caught:
+            # Of each of many candidates; whoever compares them says it once.
+            warnings.simplefilter("always", MethodWarning)
+            for method in resolve_methods(self.methods, {part: self.routing}, {part: depth}):
+                change_(model, method)
+        others = [one for one in caught if not issubclass(one.category, MethodWarning)]
+        for one in others:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        return len(others) < len(caught)
 
     def config(self, part: str, is_only: bool) -> str:
         """Return the keys of a training config that apply it, a line each.

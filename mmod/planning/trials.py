@@ -44,7 +44,7 @@ from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, COSINES, SHARES, front_in, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Costs, Images, Prompts, first_images, first_prompts
-from mmod.planning.untrained import image_candidates, language_candidates, smaller_images
+from mmod.planning.untrained import BEFORE_BLOCK, image_candidates, language_candidates, smaller_images
 from mmod.values import check_value
 
 ROUNDS = 5
@@ -218,7 +218,7 @@ def advise(
     accuracy = None
     if samples.has_labels:
         accuracy = mean_of(table, CORRECT, DENSE)
-    notes = [untrained, _at_random(chosen, depth), _as_they_are(models), note, samples.note]
+    notes = [untrained, _attending_twice(entrants), _at_random(chosen, depth), _as_they_are(models), note, samples.note]
     if title is None:
         title = f"Advice for {_name_of(model)}"
     caution = table.caution
@@ -250,7 +250,7 @@ def advise(
 
 def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, decimals: int, progress: bool) -> Table:
     """Return the rows and times of all models; those that may be on the front are evaluated on all samples."""
-    _, dense, samples = entrants[DENSE]
+    _, dense, samples, _ = entrants[DENSE]
     table = Table()
     # On all samples, since every look is compared with it.
     table.add(DENSE, 0, samples.evaluate(dense, 0, len(samples)))
@@ -297,6 +297,20 @@ def _at_random(candidates: Iterable[Candidate], depth: int) -> str:
     if not untrained:
         return ""
     return f"Routers that must be trained chose with random weights here: {', '.join(untrained)}."
+
+
+def _attending_twice(entrants: Mapping[str, Entrant]) -> str:
+    """Say which candidates compute attention twice, why, and what else to do: a sentence or two, or none."""
+    twice = [name for name, one in entrants.items() if one.attends_twice]
+    if not twice:
+        return ""
+    told = (
+        f"These compute attention twice, so that they save less: {', '.join(twice)}. The model's blocks compute it in "
+        "their own forward: give it a module of its own"
+    )
+    if any((one.candidate.routing or {}).get("skipped") == BEFORE_BLOCK for one in entrants.values()):
+        return f"{told}. `gradual` merges before the block here, which needs no second attention."
+    return f'{told}, or merge before the block, as `mmod.preset("gradual", skipped={{"before": "block"}})` does.'
 
 
 def _as_they_are(models: Iterable[str]) -> str:
@@ -378,11 +392,16 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
 
 
 class Entrant(NamedTuple):
-    """A candidate, the model that it changed, and the samples as that model reads them."""
+    """A candidate, the model that it changed, and the samples as that model reads them.
+
+    Attributes:
+        attends_twice: Most blocks of the model compute their attention twice, see `Candidate.apply_`.
+    """
 
     candidate: Candidate
     model: nn.Module
     samples: Images | Prompts
+    attends_twice: bool = False
 
 
 def changed_models(
@@ -398,12 +417,12 @@ def changed_models(
         # Weights are shared: dozens of candidates are held at once.
         changed = copy_of(model)
         try:
-            candidate.apply_(changed, samples.part, depth)
+            attends_twice = candidate.apply_(changed, samples.part, depth)
             as_read = samples.read_by(changed, candidate.image_size)
         except ValueError as refusal:
             refused[candidate.name] = str(refusal)
             continue
-        entrants[candidate.name] = Entrant(candidate, changed.eval(), as_read)
+        entrants[candidate.name] = Entrant(candidate, changed.eval(), as_read, attends_twice)
     return entrants, refused
 
 
@@ -436,7 +455,7 @@ def evaluate_once(
     store: Store, entrants: Mapping[str, Entrant], look: Look, callback: Callback = lambda share: None
 ) -> Measured:
     """Evaluate a candidate on some of the samples, once."""
-    candidate, model, samples = entrants[look.name]
+    candidate, model, samples, _ = entrants[look.name]
     start, stop = look.part.start, look.part.stop
     named = {"candidate": look.name, "code": candidate.code(samples.part, False), "image_size": candidate.image_size}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
@@ -444,7 +463,7 @@ def evaluate_once(
 
 
 def _times(store: Store, entrants: Mapping[str, Entrant]) -> tuple[Times[str], float]:
-    _, model, samples = entrants[DENSE]
+    _, model, samples, _ = entrants[DENSE]
     changed = {name: one.candidate for name, one in entrants.items() if name != DENSE}
     # Whatever shares a round is part of it: other neighbours slow a pass down differently.
     codes = {name: [candidate.code(samples.part, False), candidate.image_size] for name, candidate in changed.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import find_part, find_stacks
+from mmod.adapters import BlockStack, find_part, find_stacks
 from mmod.analysis.counting import meta_copy, pass_flops
 from mmod.analysis.flop_count import flops
 from mmod.analysis.table import DENSE
@@ -29,8 +29,8 @@ _BUDGETS = (0.7, 0.5, 0.35)
 _LAST = {"name": "attention", "importance": "last_token"}
 # Evaluated beside the recipes that choose tokens.
 _RANDOM = "random 0.5"
-
-
+BEFORE_BLOCK = {"before": "block"}
+"""Where tokens merge in blocks whose halves cannot run one after the other at the cost of one block."""
 FASTER = ("gradual", "merge-late", "a-mod", "smaller-image")
 """The few series that are tried for a wanted speed-up."""
 FASTER_SHARES = (1, 0.85, 0.65)
@@ -87,6 +87,8 @@ def image_candidates(
         for name, one in of_series.items():
             for budget in (round(share / faster, 2) for share in FASTER_SHARES):
                 series.append(dataclasses.replace(one, name=f"{name}-{budget:g}", budget=budget))
+    if attends_twice(find_part(model, part)[1]):
+        series = [_before_blocks(one) for one in series]
     path, inputs, size = counted_part(model, part, image)
 
     # Counts need no weights, of which a first copy is free, and each further one has less to copy.
@@ -115,6 +117,20 @@ def image_candidates(
     # Its cost follows from the images, so that no budget is fitted.
     pixelprune = Candidate("pixelprune", routing={"preset": "pixelprune"})
     return [*fitted, pixelprune], left_out | unfitted
+
+
+def attends_twice(stack: BlockStack) -> bool:
+    """Return whether what is decided between attention and MLP runs the attention of most blocks twice, or has none."""
+    calls = [stack.call_of(block, None) for block in stack.blocks]
+    twice = [call for call in calls if call.halves is None or call.halves.attends_twice]
+    return 2 * len(twice) >= len(calls)
+
+
+def _before_blocks(candidate: Candidate) -> Candidate:
+    """Return a candidate that merges tokens before blocks, where it would between attention and MLP."""
+    if candidate.routing is None or candidate.routing.get("preset") != "gradual":
+        return candidate
+    return dataclasses.replace(candidate, routing={**candidate.routing, "skipped": BEFORE_BLOCK})
 
 
 def counted_part(model: nn.Module, part: str, image: Tensor) -> tuple[str, Mapping[str, Tensor], Any]:

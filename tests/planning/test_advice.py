@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.table import Measured, measured_once
 from mmod.analysis.timing import Spread
+from mmod.blocks import MethodWarning
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
@@ -515,6 +517,39 @@ def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(
     headless = mmod.advise(make(num_classes=0), [(pictures(2), labels[:2])], candidates=stride, progress=False)
     assert "Labels are not used, because the model has no classes." in str(headless)
     assert headless.classes is None
+
+
+@pytest.mark.parametrize("name", ["attention in the block", "parallel branches"])
+def test_where_attention_would_run_twice_gradual_merges_before_the_block_and_it_is_said_once(
+    name: str, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    clock({})
+    few_series(monkeypatch, "gradual", "random", "tome")
+    images = make_own_images(4)
+    advice = mmod.advise(make_own(name), [images], progress=False)
+    merging = {row.series: row for row in advice.rows if row.series in ("gradual", "random")}
+    assert set(merging) == {"gradual", "random"}
+    assert all('skipped={"before": "block"}' in row.code for row in merging.values())
+    told = "compute attention twice, so that they save less: "
+    assert str(advice).count(told) == (name == "attention in the block")
+    if name == "attention in the block":
+        tome = [row.name for row in advice.rows if row.series == "tome"]
+        assert tome
+        assert all(one in str(advice).partition(told)[2].partition(".\n")[0] for one in tome)
+        assert "`gradual` merges before the block here" in str(advice)
+    # Asked for by name, it runs as it is.
+    own = Candidate("mine", routing={"preset": "gradual"})
+    if name == "attention in the block":
+        alone = str(mmod.advise(make_own(name), [images], candidates=[own], progress=False))
+        assert f"{told}mine. " in alone
+        assert 'merge before the block, as `mmod.preset("gradual", skipped={"before": "block"})` does.' in alone
+    assert not [one for one in recwarn if issubclass(one.category, MethodWarning)]
+
+
+def test_other_warnings_of_a_change_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmod.model.change_", lambda *_: warnings.warn("another", stacklevel=1))
+    with pytest.warns(UserWarning, match="another"):
+        assert not Candidate("a", routing={"router": "norm"}).apply_(make(), "image", 6)
 
 
 def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..., None]) -> None:
