@@ -64,7 +64,11 @@ class _FlopCount(TorchDispatchMode):
         self._formulas = _flop_formulas()
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: object,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Run the operation, and count it."""
         result = self._compute(func, args, kwargs or {})
@@ -142,7 +146,7 @@ _OUTCOMES: dict[Any, _Outcome] = {}
 _MOST_OUTCOMES = 10_000
 
 
-def _layout(value: Any) -> Any:
+def _layout(value: object) -> Any:
     """Return a hashable description of an operation's arguments or results, in which 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         return _Layout(value.shape, value.stride(), value.dtype, value.device)
@@ -158,7 +162,7 @@ def _empty(layout: Any) -> Any:
     return tuple(map(_empty, layout))
 
 
-def _is_new(result: Any, arguments: Sequence[Any]) -> bool:
+def _is_new(result: object, arguments: Sequence[object]) -> bool:
     """Return whether a result is one or several new meta tensors, without storage of the arguments or each other."""
     results = [result] if isinstance(result, Tensor) else result
     if not isinstance(results, (list, tuple)):
@@ -183,7 +187,7 @@ class KnownValues(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         named = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
@@ -217,10 +221,10 @@ class _ToMeta(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         # `deepcopy` of a tensor would copy its data.
         if func is Tensor.__deepcopy__:
@@ -235,7 +239,7 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the meta device, without copying weights."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for parameter in model.parameters():
         # Integer weights have no gradient.
         memo[id(parameter)] = nn.Parameter(_shape_of(parameter), requires_grad=parameter.is_floating_point())
@@ -302,7 +306,7 @@ def count_pass(
     return PassCounts(counted.flops, tokens, kept, memory.peak)
 
 
-def _memory_of(model: nn.Module, inputs: Mapping[str, Any]) -> ActivationMemory:
+def _memory_of(model: nn.Module, inputs: Mapping[str, object]) -> ActivationMemory:
     """Return what tracks activations: neither inputs nor weights."""
     given = [leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, Tensor)]
     return ActivationMemory([*given, *model.parameters(), *model.buffers()])
@@ -315,7 +319,7 @@ def _tracing(model: nn.Module) -> AbstractContextManager[Mapping[str, Routing]]:
     return nullcontext({})
 
 
-def training_bytes(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+def training_bytes(model: nn.Module, inputs: Mapping[str, object]) -> int:
     """Return the bytes of activations that a model on the meta device holds for its backward pass."""
     memory = _memory_of(model, inputs)
     # In training, as in a trace, blocks hold their last decision.
@@ -354,7 +358,7 @@ def step_flops(model: nn.Module, loss: Callable[[], Tensor]) -> int:
     return counted.flops[""]
 
 
-def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+def run_model(model: nn.Module, inputs: Mapping[str, object]) -> Any:
     """Run a model on its arguments by name."""
     # Models of images alone name their argument as they like.
     if set(inputs) == {"image"}:
@@ -459,7 +463,7 @@ def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
     def refuse(*_: object, **__: object) -> int:
         raise ValueError("cannot count the FLOPs of bilinear, which this model calls")
 
-    formulas: dict[Any, Callable[..., int]] = {
+    formulas: dict[object, Callable[..., int]] = {
         torch.ops.mmod.fused_attention_shape: attention,
         torch.ops.mmod.fused_attention_gradients: backward,
         torch.ops.aten.mv: lambda matrix, vector, **_: 2 * prod(matrix),

@@ -122,7 +122,7 @@ class _Dense:
             self.model = _dense(routed)
         return self.model
 
-    def counted(self, count: Callable[[], Any]) -> Any:
+    def counted(self, count: Callable[[], object]) -> Any:
         if self.counts is None:
             self.counts = count()
         return self.counts
@@ -222,7 +222,7 @@ def _count_prefill(model: nn.Module, prompt: Prompt, kept: Shares, beside: _Dens
 
 @torch.inference_mode(False)
 def vision_flops(
-    model: nn.Module, inputs: Mapping[str, Any], kept: float | Mapping[str, float] | Trace | None = None
+    model: nn.Module, inputs: Mapping[str, object], kept: float | Mapping[str, float] | Trace | None = None
 ) -> FlopCounts:
     """Count what a vision-language model of transformers computes for images before its language model reads them.
 
@@ -267,7 +267,7 @@ def _changes_images(model: nn.Module, layers: str) -> bool:
     return False
 
 
-def _run_images(model: nn.Module, stack: BlockStack | None, inputs: Mapping[str, Any]) -> PassCounts:
+def _run_images(model: nn.Module, stack: BlockStack | None, inputs: Mapping[str, object]) -> PassCounts:
     """Count a pass over images on the meta device."""
     reader = VisionPass(model, inputs)
     blocks = {}
@@ -289,7 +289,7 @@ def _needed_of(deciding: Mapping[str, Deciding], model: nn.Module, kept: Shares)
 
 def _run_prefill(model: nn.Module, stack: BlockStack, prefill: Prefill) -> tuple[PassCounts, Sequence[Any]]:
     """Count the prefill of a language model on the meta device; also return the layers of its cache."""
-    caches: list[Any] = []
+    caches: list[object] = []
 
     def run() -> None:
         caches.extend(prefill.run().layers)
@@ -358,7 +358,7 @@ def _check_language(model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
             )
 
 
-def _count(model: nn.Module, stacks: Mapping[str, BlockStack], inputs: Mapping[str, Any]) -> tuple[PassCounts, int]:
+def _count(model: nn.Module, stacks: Mapping[str, BlockStack], inputs: Mapping[str, object]) -> tuple[PassCounts, int]:
     """Count one pass of a model on the meta device, and the bytes that it holds for the backward pass."""
     blocks: dict[str, nn.Module] = {}
     for stack in stacks.values():

@@ -29,17 +29,17 @@ class ActivationMemory(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Run the operation and track the storage of its results."""
         result = func(*args, **(kwargs or {}))
         self.follow(result)
         return result
 
-    def follow(self, result: Any) -> None:
+    def follow(self, result: object) -> None:
         """Track the storage of the results of an operation."""
         # Most operations return one tensor, for which the walk through the tree would cost more than the operation.
         leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)

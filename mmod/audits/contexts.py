@@ -179,7 +179,7 @@ class Contexts:
         decisions = learned.decisions(moved, worth)
         return BatchRows(learned.images.start, outcomes, decisions, labels, kinds, learned.grid)
 
-    def known_by(self, batch: Any) -> dict[str, str]:
+    def known_by(self, batch: object) -> dict[str, str]:
         """Return what stands for each custom condition: the losses of a batch under it."""
         if not self.compared.custom:
             return {}
@@ -224,7 +224,7 @@ class Contexts:
                 moved.setdefault(name, []).append(kept)
         return moved
 
-    def _learned(self, batch: Any, previous: BatchRows | None) -> _Learned:
+    def _learned(self, batch: object, previous: BatchRows | None) -> _Learned:
         """Evaluate a batch with the learned decisions, which the contexts of the batch start from."""
         outcome, routings, grid = self._decide(batch)
         known: Collection[str] = routings.keys()
@@ -258,7 +258,7 @@ class Contexts:
             partners[name] = _partner(decided[name], before)
         return _Learned(batch, images, outcome, routings, free, wanted or grid, decided, partners)
 
-    def _decide(self, batch: Any) -> tuple[Outcomes, dict[str, Routing], Grid | None]:
+    def _decide(self, batch: object) -> tuple[Outcomes, dict[str, Routing], Grid | None]:
         """Run the model with its routers' decisions, and return outcome, decisions and the grid of patches."""
         for leaf in tree_leaves(batch):
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.ndim:
@@ -325,7 +325,7 @@ class Contexts:
         with replaced_decisions(self.model, replace):
             return self.outcome(self.model, learned.batch)
 
-    def outcome(self, model: nn.Module, batch: Any) -> Outcomes:
+    def outcome(self, model: nn.Module, batch: object) -> Outcomes:
         """Run the evaluation, and raise unless all losses and accuracies are finite."""
         loss_B, accuracy_B = self.evaluate(model, batch)
         self._check_finite(LOSS, loss_B)

@@ -32,7 +32,7 @@ from mmod.values import check_value
 @torch.no_grad()
 def audit(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     config: AuditConfig | None = None,
     comparisons: Comparisons | None = None,
     *,
@@ -110,7 +110,7 @@ def audit(
     return result_of(audited, table, list(others), list(compared.baselines), routed, by_name, config)
 
 
-def _changed(batches: Iterable[Any], audited: Sequence[BatchRows], shift: ImageShift) -> Iterator[Any]:
+def _changed(batches: Iterable[object], audited: Sequence[BatchRows], shift: ImageShift) -> Iterator[Any]:
     """Yield the batches of the audited set with changed images."""
     for batch, rows in zip(batches, audited):
         inputs = _labelled(batch).batch
@@ -134,7 +134,7 @@ def _read(
     contexts: Contexts,
     rows_of: Callable[[Contexts, LabelledBatch, BatchRows | None], BatchRows],
     name: str,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     store: Store | None,
     identity: dict[str, object],
@@ -162,7 +162,7 @@ def _read(
         raise ValueError(f"an audit needs two images or more, got 0 for the {name}")
 
 
-def _identity(contexts: Contexts, batch: Any) -> dict[str, object]:
+def _identity(contexts: Contexts, batch: object) -> dict[str, object]:
     """Return plain values that identify an audit: options, and the losses of each model on a batch."""
     config = contexts.config
     losses = {name: fingerprint(contexts.outcome(model, batch)[LOSS]) for name, model in contexts.models.items()}
@@ -176,7 +176,7 @@ def _identity(contexts: Contexts, batch: Any) -> dict[str, object]:
     }
 
 
-def _labelled(batch: Any) -> LabelledBatch:
+def _labelled(batch: object) -> LabelledBatch:
     labelled = batch if isinstance(batch, LabelledBatch) else LabelledBatch(batch)
     for name in ("strata", "token_kinds"):
         check_value(f"{name} of a LabelledBatch", getattr(labelled, name), Mapping[str, Any])

@@ -24,7 +24,7 @@ _FRAGMENT = 0.2
 _FRAGMENTS = 4
 
 
-def changed_images(batch: Any, images: int, change: Callable[[Tensor], Tensor | None]) -> Any:
+def changed_images(batch: object, images: int, change: Callable[[Tensor], Tensor | None]) -> Any:
     """Return a batch with its images (B, C, H, W) changed, and all else as it is; None where it has none to change.
 
     Args:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +100,7 @@ class LayerRanks:
 
 def attention_ranks(
     model: nn.Module,
-    batches: Iterable[Mapping[str, Any] | Tensor],
+    batches: Iterable[Mapping[str, object] | Tensor],
     *,
     part: str | None = None,
     tolerance: float | None = None,

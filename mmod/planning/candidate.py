@@ -257,7 +257,7 @@ def _literal(value: object) -> str:
     return text.replace("'", '"')
 
 
-def _draws(choice: Any) -> bool:
+def _draws(choice: object) -> bool:
     """Return whether a routing, of one part or of several, or a method draws what it keeps."""
     if not isinstance(choice, Mapping):
         return False

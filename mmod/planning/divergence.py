@@ -46,13 +46,13 @@ def divergence_of(name: str | None, model: nn.Module) -> Callable[[Tensor, Tenso
     return DIVERGENCES[name]
 
 
-def check_batch(batch: Any) -> None:
+def check_batch(batch: object) -> None:
     """Raise a TypeError unless a batch is what a model is called with."""
     if not isinstance(batch, (Tensor, Mapping)):
         raise TypeError(f"a batch must be the model's keyword arguments, or one tensor, got {type(batch).__name__}")
 
 
-def check_batches(batches: Any) -> None:
+def check_batches(batches: object) -> None:
     """Raise a TypeError unless batches can be iterated, and are more than the contents of one."""
     if isinstance(batches, (str, Path)):
         raise TypeError(

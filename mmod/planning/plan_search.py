@@ -116,7 +116,7 @@ def block_costs(
     configs: Sequence[RoutingConfig],
     cost: str,
     lengths: tuple[int, int],
-    batch: Any,
+    batch: object,
 ) -> BlockCosts:
     """Return the cost of every option in every block, from one count of the model per option and one without.
 
@@ -157,7 +157,7 @@ def _size_of(batch: Any) -> Size:
     return channels, height, width
 
 
-def run_batch(model: nn.Module, batch: Any) -> None:
+def run_batch(model: nn.Module, batch: object) -> None:
     """Run one forward pass, for a language model the prefill of a batch of prompts, vision tower included."""
     if not isinstance(batch, Mapping):
         model(batch)
@@ -170,7 +170,7 @@ def run_batch(model: nn.Module, batch: Any) -> None:
         model(**arguments)
 
 
-def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
+def stopwatch(model: nn.Module, part: str, batch: object) -> Clock:
     """Return a function that times one forward pass; for a language model the prefill, vision tower included.
 
     Copies that share the model's weights and the dense model itself are timed in turns, so that the machine's load

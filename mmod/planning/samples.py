@@ -403,7 +403,7 @@ def _identity(model: nn.Module, part: str, samples: int, outputs: str | Sequence
     }
 
 
-def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | None]:
+def first_images(batches: Iterable[object], images: int) -> tuple[Tensor, Tensor | None]:
     """Return the first images of batches, with their labels if all batches have some."""
     pixels: list[Tensor] = []
     labels: list[Tensor] = []
@@ -433,7 +433,7 @@ def _shape(images: object) -> str:
     return type(images).__name__
 
 
-def first_prompts(batches: Iterable[Any], prompts: int, device: torch.device) -> list[Mapping[str, Any]]:
+def first_prompts(batches: Iterable[object], prompts: int, device: torch.device) -> list[Mapping[str, Any]]:
     """Return batches up to a number of prompts, whole ones, on a device."""
     moved: list[Mapping[str, Any]] = []
     for batch in batches:

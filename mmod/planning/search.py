@@ -55,12 +55,12 @@ _SUM = "sum of divergences"
 @by_first_batch
 def search_plan(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     budget: float,
     *,
     part: str | None = None,
     options: Sequence[Option] | None = None,
-    router: str | Score | Mapping[str, Any] = "stride",
+    router: str | Score | Mapping[str, object] = "stride",
     cost: str = "flops",
     divergence: str | None = None,
     rounds: int = 0,
@@ -178,7 +178,7 @@ class _Lengths:
         images = round(self.images / max(self.samples, 1))
         return round(self.tokens / max(self.samples, 1)) - images, images
 
-    def noted(self, batch: Any) -> Any:
+    def noted(self, batch: object) -> Any:
         """Return a batch whose prompts count."""
         check_batch(batch)
         if isinstance(batch, Mapping) and "input_ids" in batch:
@@ -198,7 +198,7 @@ def divergences(
     part: str,
     diverge: Callable[[Tensor, Tensor], Tensor],
     store: Store,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     plans: Mapping[str, RoutingConfig],
     *,
     shown: bool = True,
@@ -255,7 +255,7 @@ def _mean(table: Table, name: str) -> float:
 
 
 def _scores(
-    measure: Measure, batches: Iterable[Any], base: Choices, options: Sequence[Option], router: Score
+    measure: Measure, batches: Iterable[object], base: Choices, options: Sequence[Option], router: Score
 ) -> tuple[tuple[tuple[float, ...], ...], Table]:
     """Return the scores of the options by block, and the table that they follow from, with the base plan.
 
@@ -284,7 +284,7 @@ def _changed(choices: Choices, block: int, option: Option | None) -> Choices:
     return (*choices[:block], option, *choices[block + 1 :])
 
 
-def _refine(search: PlanSearch, measure: Measure, batches: Iterable[Any], rounds: int) -> PlanSearch:
+def _refine(search: PlanSearch, measure: Measure, batches: Iterable[object], rounds: int) -> PlanSearch:
     """Score the options on top of the current plan and plan again; return the round with the lowest divergence."""
     tried: list[PlanSearch] = []
     for _ in range(rounds):
@@ -309,7 +309,7 @@ def first_block(router: Score) -> int:
 
 def plan_divergence(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     config: RoutingConfig,
     part: str | None = None,
     divergence: str | None = None,

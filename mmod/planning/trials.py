@@ -59,7 +59,7 @@ _STUDY = (
 @by_first_batch
 def advise(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     part: str | None = None,
     images: int = 256,
@@ -343,7 +343,7 @@ def _prompts(
     model: nn.Module,
     part: str,
     depth: int,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     count: int,
     candidates: Sequence[Candidate] | None,
     is_right: IsRight,

@@ -237,7 +237,7 @@ def _level(values: Sequence[int], share: float) -> int:
     return values[-1]
 
 
-def _smaller_sides(model: Any) -> list[Candidate]:
+def _smaller_sides(model: nn.Module) -> list[Candidate]:
     """Return candidates that read images of smaller sides; none for images of any size."""
     vision = getattr(model.config, "vision_config", None)
     size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.io.files import folder_name
 from mmod.io.refusals import OneLineParser
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         check_value("--image_size", options.image_size, int, "[1, inf)")
     if options.threads:
         torch.set_num_threads(options.threads)
-    batches: Iterable[Any]
+    batches: Iterable[object]
     is_right: IsRight = same_tokens
     at_size: AtSize | None = None
     pixel_limits: Mapping[str, int] | None = None

@@ -171,7 +171,7 @@ class StudyConfig(Checked):
     def baselines_by_series(self) -> Mapping[str, Mapping[float, dict[str, Any]]]:
         """Fields of the baselines by series and budget."""
         # Configs of kinds without baselines have no such field.
-        named: Mapping[str, Mapping[float, dict[str, Any]]] = getattr(self, "baselines", {})
+        named: Mapping[str, Mapping[float, dict[str, object]]] = getattr(self, "baselines", {})
         return named
 
     def _check_budgets(self) -> None:
@@ -259,7 +259,7 @@ class StudyConfig(Checked):
         sets_capacity = any("capacity" in routing for routing in self.parts_in(fields).values())
         return "budgets" not in fields and (sets_capacity or "budget" in fields.get("search", {}))
 
-    def parts_in(self, fields: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    def parts_in(self, fields: Mapping[str, object]) -> dict[str, Mapping[str, Any]]:
         """Return the routing of each part in the fields of a series, by name; "" is the only part of a config."""
         return {"": fields}
 
@@ -291,7 +291,7 @@ class StudyConfig(Checked):
     """Whether the dense model's checkpoint may be a name of a hub."""
 
     @classmethod
-    def check_dense(cls, fields: Mapping[str, Any]) -> None:
+    def check_dense(cls, fields: Mapping[str, object]) -> None:
         """Raise a FileNotFoundError if the dense model's file, run or weights are missing, as far as plain fields say.
 
         Torch is not imported, as it is for a config whose routings are checked.
@@ -318,7 +318,7 @@ class StudyConfig(Checked):
         """The kind of its runs."""
         return self.kind
 
-    def fields_of_dense(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_of_dense(self, fields: Mapping[str, object]) -> dict[str, Any]:
         """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
         # Each run sets a folder of its own in place of the output.
         return {**merged(fields, self.changes), "output": self.output}
@@ -378,13 +378,13 @@ class StudyConfig(Checked):
         return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
 
 
-def _names_run(dense: str | Mapping[str, Any]) -> bool:
+def _names_run(dense: str | Mapping[str, object]) -> bool:
     """Return whether the dense model is that of a run, by its folder, and not one that a config describes."""
     named = dense.get(BASE_KEY) if isinstance(dense, Mapping) else dense
     return named is not None and find_run(str(named)) is not None
 
 
-def _name_of(dense: str | Mapping[str, Any]) -> str:
+def _name_of(dense: str | Mapping[str, object]) -> str:
     """Return what tells the dense model in the name of a folder: its run or config, its weights or its architecture."""
     if isinstance(dense, str):
         return dense.removesuffix("/config.yaml").removesuffix(".yaml")

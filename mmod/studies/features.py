@@ -362,7 +362,7 @@ def linear_probe(
     return _tested(_regression(strengths, 3), features, labels, splits)
 
 
-def _regression(strengths: Sequence[float], cv: Any) -> Any:
+def _regression(strengths: Sequence[float], cv: object) -> Any:
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV
     from sklearn.pipeline import make_pipeline

@@ -242,7 +242,7 @@ def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:
     return Measured({_GAIN: -_train(run, callback, measurer).figures["loss"]})
 
 
-def _write(config: IsoflopConfig, command: str, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
+def _write(config: IsoflopConfig, command: str, points: list[dict[str, object]], runner: Runner) -> StudyResult:
     folder = Path(config.output)
     facts = runner.facts
     minima = optima(points)

@@ -80,7 +80,7 @@ def measured(study: Study, run: Run, callback: Callback, measurer: Measurer) -> 
     return measure_run(run, callback, measurer, before=before, by_sample=study.comparison.seeds == 1)
 
 
-def nothing(*_: Any) -> dict[str, Any]:
+def nothing(*_: object) -> dict[str, Any]:
     """Stand for a function of a kind that has nothing to add."""
     return {}
 

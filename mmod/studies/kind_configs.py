@@ -211,7 +211,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
                 f"data.val_split; got {data.label_patch}, {data.train_split!r} and {data.val_split!r}"
             )
 
-    def fields_of_dense(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_of_dense(self, fields: Mapping[str, object]) -> dict[str, Any]:
         """Return the fields of the dense model's training config, with the study's images and weights."""
         data = {"root": self.images, "val_limit": self.limit, "train_limit": self.limit}
         # Published weights would be downloaded, and replaced at once.
@@ -292,7 +292,7 @@ class ChatStudyConfig(StudyConfig):
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
 
-    def parts_in(self, fields: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    def parts_in(self, fields: Mapping[str, object]) -> dict[str, Mapping[str, Any]]:
         """Return the routing of the part that is routed; see `StudyConfig.parts_in`."""
         return {self.part: fields}
 

@@ -100,7 +100,7 @@ class Question:
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 
 
-def _changes_of_model(before: Mapping[str, Any], now: Mapping[str, Any], free_keys: Collection[str]) -> str:
+def _changes_of_model(before: Mapping[str, object], now: Mapping[str, object], free_keys: Collection[str]) -> str:
     """Return the differences of two models that change figures: of how a model is trained, only where it is."""
     trained = differences({_TRAINED: before[_TRAINED]}, {_TRAINED: now[_TRAINED]})
     if trained:

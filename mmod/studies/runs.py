@@ -194,7 +194,7 @@ def run_config_of(candidate: Candidate, start: Config) -> Config:
         start: That of the model that it changes: of fine-tuning the dense one, or of training it from random weights.
     """
     run_config = start
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     if candidate.routing is not None:
         fields["routing"] = candidate.routing
     if candidate.methods:

@@ -137,7 +137,7 @@ def _record(folder: Path, config: Any) -> None:
     record_config(folder, record, file=_CONFIG, kind="an audit")
 
 
-def _evaluate(kind: Kind, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def _evaluate(kind: Kind, model: nn.Module, batch: object) -> tuple[Tensor, Tensor]:
     """Return loss and accuracy of every sample of a batch."""
     rows = kind.evaluate(model, _on_device(kind, batch))
     if "labels" in rows:
@@ -145,7 +145,7 @@ def _evaluate(kind: Kind, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]
     return rows["loss"], rows["outcome"]
 
 
-def _on_device(kind: Kind, batch: Any) -> Any:
+def _on_device(kind: Kind, batch: object) -> Any:
     """Return a batch with its tensors on the model's device."""
     device = device_of(kind)
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
