@@ -67,7 +67,7 @@ class _Lines(Bar):
     # No monitor thread: it would refresh a bar that prints lines.
     monitor_interval = 0
 
-    def __init__(self, items: Iterable[object] | None, *, bar_format: str = _LINE, **options: Any) -> None:
+    def __init__(self, items: Iterable[object] | None, *, bar_format: str = _LINE, **options: object) -> None:
         self._began = time.monotonic()
         self._due = self._began + SECONDS
         # Without the bar itself, which only a terminal redraws.

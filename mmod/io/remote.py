@@ -112,7 +112,7 @@ class RemoteFiles:
         """Open a file for reading at any position, in steps of 8 MiB."""
         return io.BufferedReader(_Ranges(self, url), 8 * _CHUNK)
 
-    def _ask(self, url: str, question: Callable[[Any, str], Result]) -> Result:
+    def _ask(self, url: str, question: Callable[[object, str], Result]) -> Result:
         """Return what a function says of a file system and the path in it."""
 
         def produce() -> Iterator[Result]:

@@ -288,7 +288,7 @@ class OptionalStore:
             if self._store is not None and not _is_other(self._path):
                 self._store.remove()
 
-    def _tried(self, step: Callable[[Store], Any]) -> Any:
+    def _tried(self, step: Callable[[Store], object]) -> Any:
         if not self._is_usable:
             return None
         try:
@@ -347,7 +347,7 @@ def _weights(count: int, step: float) -> Tensor:
     return 0.5 + torch.arange(count) * step % 1
 
 
-def checksum(batch: Any, before: str = "") -> str:
+def checksum(batch: object, before: str = "") -> str:
     """Return what stands for a batch in an identity: a checksum of its tensors, arrays, numbers and texts.
 
     Args:

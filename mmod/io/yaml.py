@@ -134,7 +134,7 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         chain = " -> ".join(str(file) for file in (*above[above.index(resolved) :], resolved))
         raise ValueError(f"a config is a base of itself: {chain}; remove a `base`")
     fields = _read(path)
-    stacked: dict[str, Any] = {}
+    stacked: dict[str, object] = {}
     bases = fields.pop(BASE_KEY, [])
     if not isinstance(bases, list):
         bases = [bases]

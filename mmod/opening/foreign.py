@@ -68,7 +68,7 @@ def clean_names(state: Mapping[Any, Any]) -> dict[Any, Any]:
     # The counter of torch's AveragedModel is no weight.
     # torch's AveragedModel puts `module.` in front of all names.
     averaged = "n_averaged" in state and all(name == "n_averaged" or _starts(name, _PARALLEL) for name in state)
-    cleaned: dict[Any, Any] = {}
+    cleaned: dict[object, object] = {}
     for name, value in state.items():
         if averaged and name == "n_averaged":
             continue

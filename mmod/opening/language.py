@@ -61,7 +61,7 @@ def open_described(fields: Mapping[str, object], args: Mapping[str, object]) -> 
     return Opened(model, f"a {type(model).__name__} with random weights")
 
 
-def _drawn(config: Any, args: Mapping[str, object]) -> Any:
+def _drawn(config: object, args: Mapping[str, object]) -> Any:
     return _auto(config).from_config(config, **args)
 
 
@@ -72,7 +72,7 @@ def _auto(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def open_processor(source: str | Path, **args: Any) -> Any:
+def open_processor(source: str | Path, **args: object) -> Any:
     """Return the processor of a folder or of a name on the hub, or the tokeniser of a model that reads text alone."""
     check_source(source, owned=False)
     try:

@@ -29,7 +29,7 @@ _RUNS = "mmod.training.opened"
 
 
 def open_model(
-    spec: str | Path | Mapping[str, Any] | nn.Module,
+    spec: str | Path | Mapping[str, object] | nn.Module,
     *,
     checkpoint: str | Path | None = None,
     pretrained: bool = True,

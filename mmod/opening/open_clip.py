@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import open_clip
 import torch
@@ -40,7 +39,7 @@ def open_clip_model(name: str, options: Options) -> Opened:
     # A checkpoint replaces published weights, which are not downloaded in vain.
     checkpoint = options.checkpoint
     published = options.pretrained and checkpoint is None
-    arguments: dict[str, Any] = {"load_weights": published, **options.args}
+    arguments: dict[str, object] = {"load_weights": published, **options.args}
     wanted = None
     if published and tag:
         wanted = tag
@@ -99,7 +98,7 @@ def add_model_configs(path: Path) -> None:
         open_clip.add_model_config(Path(copies))
 
 
-def preprocessing_of(model: Any, source: str) -> Preprocessing:
+def preprocessing_of(model: nn.Module, source: str) -> Preprocessing:
     """Return how a model of open_clip expects its images."""
     fields = getattr(model.visual, "preprocess_cfg", None)
     if fields is None:

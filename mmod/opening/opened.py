@@ -26,7 +26,7 @@ class Preprocessing:
     source: str
     is_clip: bool = False
 
-    def changed(self, **changes: Any) -> Preprocessing:
+    def changed(self, **changes: object) -> Preprocessing:
         """Return it with other fields; None changes nothing."""
         given = {name: value for name, value in changes.items() if value is not None}
         return dataclasses.replace(self, fields={**self.fields, **given})
@@ -108,7 +108,7 @@ class Opened(NamedTuple):
 
     model: nn.Module
     sentence: str
-    prepare: Callable[[], Any] | None = None
+    prepare: Callable[[], object] | None = None
     classes: Mapping[str, int] | None = None
     is_run: bool = False
 

@@ -151,7 +151,7 @@ def _load_with_classifier(model: Any, checkpoint: str | Path, wanted: int | None
     load_weights(model, converted(state, model), checkpoint)
 
 
-def preprocessing_of(model: Any) -> Preprocessing:
+def preprocessing_of(model: nn.Module) -> Preprocessing:
     """Return how a model of timm expects its images, at the size that it was made for."""
     patch_embed: Any = getattr(model, "patch_embed", None)
     side = getattr(patch_embed, "img_size", None)

@@ -94,7 +94,7 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
     return model.train()
 
 
-def _by_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+def _by_fields(args: Mapping[str, object]) -> dict[str, Any]:
     """Return arguments by the names of a config's fields; a field that two names give different values is refused."""
     named = dict(args)
     for name, field in _NAMES.items():
@@ -106,7 +106,7 @@ def _by_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _with_frozen_mask(model: Any) -> Any:
+def _with_frozen_mask(model: nn.Module) -> Any:
     """Freeze the token of masked pretraining, whose gradient several processes would wait for in vain."""
     for name, weight in model.named_parameters():
         if name.endswith("mask_token"):
@@ -114,7 +114,7 @@ def _with_frozen_mask(model: Any) -> Any:
     return model
 
 
-def _of_wrapper(args: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, object]:
+def _of_wrapper(args: Mapping[str, object], described: Mapping[str, Any]) -> dict[str, object]:
     """Return the fields of the config of a wrapped model of timm, whose arguments are one field."""
     further = {name: value for name, value in args.items() if name not in (*_LOADING, "num_classes")}
     fields = {name: args[name] for name in _LOADING if name in args}
@@ -139,7 +139,7 @@ def hidden_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load(folder: str | Path, made: Any, loading: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
+def _load(folder: str | Path, made: Any, loading: Mapping[str, object], fields: Mapping[str, Any]) -> Any:
     """Load a model at its own image size; a new number of classes draws a new classifier, and nothing else is drawn."""
     options = {**loading, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with hidden_bars():

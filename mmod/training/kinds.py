@@ -125,7 +125,7 @@ def fit(
     after_step: AfterStep = ...,
     store: Store = ...,
 ) -> FitResult[Any]: ...
-def fit(config: RunConfig, **options: Any) -> FitResult[RoutedResult | None]:
+def fit(config: RunConfig, **options: object) -> FitResult[RoutedResult | None]:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.
 
     Args:

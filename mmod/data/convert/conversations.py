@@ -85,7 +85,7 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
     return report
 
 
-def _id_of(record: Any) -> str:
+def _id_of(record: object) -> str:
     """Return the name of a record in the report; empty for what is no record."""
     if not isinstance(record, Mapping):
         return ""

@@ -69,8 +69,8 @@ class TableRow(NamedTuple):
         fault: Why the row cannot be read; empty for a valid row.
     """
 
-    image: Any
-    caption: Any
+    image: object
+    caption: object
     fault: str = ""
 
 
@@ -125,7 +125,7 @@ def _convert(number: int, row: TableRow, config: PairsConversion, files: ImageFi
     return {extension: data, "txt": caption.encode(), "json": json.dumps(record).encode()}
 
 
-def _read_image(image: Any, files: ImageFiles) -> bytes:
+def _read_image(image: object, files: ImageFiles) -> bytes:
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes) and image:
@@ -212,7 +212,7 @@ def _read_coco(config: PairsConversion) -> Iterator[TableRow]:
     annotations = content.get("annotations")
     if not isinstance(images, list) or not isinstance(annotations, list):
         raise ValueError(f"{config.source!r} is no COCO annotation file: it needs lists `images` and `annotations`")
-    names: dict[Any, Any] = {}
+    names: dict[object, object] = {}
     for index, image in enumerate(images):
         if not isinstance(image, dict) or not isinstance(image.get("id"), (int, str)) or "file_name" not in image:
             raise ValueError(f"{config.source!r}: image {index} is not of the form {{id, file_name}}")

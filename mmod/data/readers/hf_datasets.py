@@ -41,7 +41,7 @@ def is_streamed(source: object) -> TypeGuard[str]:
     return isinstance(source, str) and source.startswith(PREFIX)
 
 
-def open_dataset(source: str, needed: tuple[str, ...], **options: Any) -> Any:
+def open_dataset(source: str, needed: tuple[str, ...], **options: object) -> Any:
     """Open a streamed dataset; raise a ValueError if it lacks a column, and a CorruptDataError if it cannot be read."""
     with name_missing_extra():
         from datasets import load_dataset
@@ -205,7 +205,7 @@ class StreamedSource:
         if lanes >= world:
             lanes -= lanes % world
         self.lanes = 0 if seed is None else lanes
-        self._open: dict[tuple[int, int], tuple[int, Iterator[tuple[Any, Any]]]] = {}
+        self._open: dict[tuple[int, int], tuple[int, Iterator[tuple[object, object]]]] = {}
 
     def __len__(self) -> int:
         return self._count

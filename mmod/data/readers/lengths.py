@@ -83,7 +83,7 @@ def open_checked(
     return chats
 
 
-def _foreign_tokens(chats: ChatDataset, processor: Any) -> dict[int, str]:
+def _foreign_tokens(chats: ChatDataset, processor: object) -> dict[int, str]:
     """Return the faults of texts that hold a token of the processor: for images, videos and the like."""
     # Placeholders in a text would be read as images by the processor.
     values = set()

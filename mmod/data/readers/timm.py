@@ -24,7 +24,7 @@ class TimmSource:
         name: str,
         root: str | None,
         split: str,
-        options: dict[str, Any] | None = None,
+        options: dict[str, object] | None = None,
         model: ModelClasses | None = None,
     ):
         self._dataset = _open(name, root, split, options or {})

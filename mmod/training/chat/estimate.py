@@ -183,10 +183,10 @@ def estimate(kind: Any) -> ChatEstimate:
 
 
 def _mean_vision(
-    model: Any, samples: Sequence[Mapping[str, Tensor]], shares: Mapping[str, float] | None
+    model: nn.Module, samples: Sequence[Mapping[str, Tensor]], shares: Mapping[str, float] | None
 ) -> tuple[float, float]:
     """Return the mean FLOPs of vision tower and projector for a conversation, dense and with the model's methods."""
-    counted: dict[Any, FlopCounts] = {}
+    counted: dict[object, FlopCounts] = {}
     dense = routed = 0
     for sample in samples:
         if count_patches(model, sample):

@@ -115,7 +115,7 @@ class Answer(NamedTuple):
 @torch.no_grad()
 def ask(
     config: TrainConfig,
-    model: Any,
+    model: nn.Module,
     collator: ChatCollator,
     conversations: ChatDataset,
     *,
@@ -220,7 +220,7 @@ def generate(
 
 
 def _generated(
-    model: Any, collator: ChatCollator, prompts: Mapping[str, Tensor], max_new_tokens: int
+    model: nn.Module, collator: ChatCollator, prompts: Mapping[str, Tensor], max_new_tokens: int
 ) -> dict[str, Any]:
     """Return the answers to a batch ("texts"), and "counts" of tokens by module that decides, see `_watched`."""
     with _watched(model) as counts:

@@ -125,7 +125,7 @@ def _open_data(config: TrainConfig, arguments: TrainingArguments, progress: bool
     return _Data(collator, whole, train, val)
 
 
-def _answer(kind: ChatKind, model: Any, data: _Data, saves: bool, progress: bool) -> EvalResult | None:
+def _answer(kind: ChatKind, model: nn.Module, data: _Data, saves: bool, progress: bool) -> EvalResult | None:
     """Answer the questions after training, and write the answers; None without questions. Collective."""
     if data.val is None:
         return None

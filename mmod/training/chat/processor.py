@@ -128,7 +128,7 @@ def create_bpe_processor(texts: Iterable[str], image_size: int, patch_size: int)
     return _create(backend, image_size, patch_size, {}, None)
 
 
-def _create(backend: Any, image_size: int, patch_size: int, scale: dict[str, Any], unknown: str | None) -> Any:
+def _create(backend: object, image_size: int, patch_size: int, scale: dict[str, object], unknown: str | None) -> Any:
     from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(

@@ -131,7 +131,7 @@ def _modules_to_save(names: Iterable[str], given: Any) -> list[str]:
     return list(listed)
 
 
-def _no_match(model: nn.Module, fields: Mapping[str, Any]) -> str:
+def _no_match(model: nn.Module, fields: Mapping[str, object]) -> str:
     """Return the message of options of LoRA that choose no module, with names of linear layers that can be chosen."""
     # Routers are trained beside adapters, without any.
     ours = set(chain.from_iterable(router.modules() for router in routers_of(model)))
@@ -209,7 +209,7 @@ def check_routers_learn(model: nn.Module) -> None:
             )
 
 
-def create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
+def create_dense(config: TrainConfig, processor: object, on_meta: bool) -> Any:
     """Create the model before methods are applied; a processor of None leaves the vocabulary to its config."""
     model = _opened(config, processor, on_meta)
     if config.routing is not None and is_routed(model):
@@ -222,7 +222,7 @@ def create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     return model
 
 
-def _opened(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
+def _opened(config: TrainConfig, processor: object, on_meta: bool) -> Any:
     source = config.model
     spec: Any = source.config
     if source.checkpoint is not None:

@@ -153,7 +153,7 @@ class RoutedTrainer(Trainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: dict[str, object],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
@@ -187,7 +187,7 @@ class RoutedTrainer(Trainer):
         )
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: object = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Answer the questions; see `transformers.Trainer.evaluate`. The data are those of `ask`."""
         assert self._ask is not None
@@ -213,7 +213,7 @@ class RoutedTrainer(Trainer):
         # The trainer names the options of loaders so.
         prefix = "dataloader_"
         names = [item.name for item in dataclasses.fields(args) if item.name.startswith(prefix)]
-        loader: DataLoader[Any] = DataLoader(
+        loader: DataLoader[object] = DataLoader(
             dataset,
             args.train_batch_size,
             sampler=sampler,
@@ -341,7 +341,7 @@ class _AuxiliaryLosses:
 
     _loss: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
         if not module.training or output.get("loss") is None:
             return None
         self._loss = auxiliary_loss(module)

@@ -147,7 +147,7 @@ class RunConfig:
         return None
 
     @classmethod
-    def image_fields(cls, data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def image_fields(cls, data: Mapping[str, object]) -> Mapping[str, Any] | None:
         """Return how images are prepared for evaluation by the fields of `data`; None where the model says it.
 
         Returns:

@@ -159,7 +159,7 @@ class Shards(Replicas):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Return the optimiser's state by names of weights; see `Replicas.optimizer_state`."""
         complete_states(optimizer)
-        state: Mapping[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
+        state: Mapping[str, object] = get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
         moments = {
             name: value for name, value in state.items() if name.startswith("state.") and isinstance(value, Tensor)
         }

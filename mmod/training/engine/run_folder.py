@@ -93,7 +93,7 @@ class FitResult(Generic[Result]):
         return "\n".join(lines)
 
 
-def _check_continues(config: RunConfig, existing: dict[str, Any], record: dict[str, Any]) -> None:
+def _check_continues(config: RunConfig, existing: dict[str, object], record: dict[str, object]) -> None:
     """Raise a ValueError if the run of a folder's record is not that of the config."""
     step_samples = _step_samples(existing)
     free_keys = config.free_keys
@@ -104,7 +104,7 @@ def _check_continues(config: RunConfig, existing: dict[str, Any], record: dict[s
     check_same(config.output, portable(existing), portable(record), kind="a run", free_keys=free_keys, advice=advice)
 
 
-def _has_begun(config: RunConfig, record: dict[str, Any]) -> bool:
+def _has_begun(config: RunConfig, record: dict[str, object]) -> bool:
     """Return whether the folder of a config has its run; a ValueError if it has another one."""
     existing = read_record(Path(config.output), RUN_CONFIG)
     if existing is not None:

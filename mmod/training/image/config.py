@@ -224,7 +224,7 @@ class TrainConfig(engine.LoopConfig):
         return {"name": folder, "pretrained": True}
 
     @classmethod
-    def image_fields(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def image_fields(cls, data: Mapping[str, object]) -> Mapping[str, Any]:
         """Return how images are prepared for evaluation, which the data say; see `RunConfig.image_fields`."""
         # It imports readers and torch.
         from mmod.data.loader import evaluation_fields

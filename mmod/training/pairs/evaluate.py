@@ -283,7 +283,7 @@ def check_imagenet(names: Sequence[str], expected: int, folder: str) -> None:
         )
 
 
-def _classifier(model: Any, tokenizer: Tokenizer, names: Sequence[str], templates: Sequence[Any]) -> Tensor:
+def _classifier(model: Any, tokenizer: Tokenizer, names: Sequence[str], templates: Sequence[object]) -> Tensor:
     from open_clip import build_zero_shot_classifier
 
     device = next(model.parameters()).device

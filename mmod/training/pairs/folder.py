@@ -33,7 +33,7 @@ class TwoTowers(Wrapper):
         preprocess_cfg: How its images are prepared: fields of open_clip's `PreprocessCfg`.
     """
 
-    def __init__(self, inner: nn.Module, preprocess_cfg: dict[str, Any]) -> None:
+    def __init__(self, inner: nn.Module, preprocess_cfg: dict[str, object]) -> None:
         super().__init__(inner)
         self.preprocess_cfg = preprocess_cfg
 

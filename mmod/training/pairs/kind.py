@@ -188,7 +188,7 @@ def create_dense(config: ModelConfig, weights: bool = True) -> Any:
         return open_model(spec, pretrained=published, args={"output_dict": True}).model.train()
 
 
-def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Tokenizer]:
+def create_transforms(model: Any, name: str, augment: dict[str, object] | None) -> tuple[Transform, Tokenizer]:
     """Create open_clip's transform, of evaluation for None instead of fields of `AugmentationCfg`, and tokeniser."""
     preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
     refuse_unknown("field of augment", augment or {}, [field.name for field in dataclasses.fields(AugmentationCfg)])

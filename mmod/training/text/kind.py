@@ -110,7 +110,7 @@ def create_dense(config: ModelConfig) -> Any:
     return model.train()
 
 
-def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = None) -> int:
+def window_flops(model: nn.Module, length: int, kept: Mapping[str, float] | None = None) -> int:
     """Count the forward pass of a window in training: top-k in routed layers, and the logits of every byte.
 
     The cost of threshold routing depends on the text: `kept` is the kept share by routed layer.

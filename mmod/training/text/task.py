@@ -37,6 +37,6 @@ class TextTask(Task):
         return with_total(parts)
 
 
-def logits_of(model: Any, tokens: Tensor) -> Tensor:
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the logits (B, L, 256) of the byte after each of some bytes (B, L)."""
     return model(input_ids=tokens, use_cache=False).logits
