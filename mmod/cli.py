@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from mmod.io.builds import check_builds, installed_versions
 from mmod.io.configs import config_names, existing_config
@@ -295,7 +295,7 @@ def _meant_command(command: str, path: str) -> str:
     return f"mmod train {kind}"
 
 
-def _is_of_images(fields: dict[str, Any]) -> bool:
+def _is_of_images(fields: dict[str, object]) -> bool:
     try:
         from_plain(config_class("image"), fields)
     except (ValueError, TypeError):

@@ -22,7 +22,7 @@ HowToRoute = RoutingConfig | str | None
 
 
 def apply_(
-    model: Model, method: Method | RoutingConfig | str | Mapping[str, Any], *, tokens: Tokens | None = None
+    model: Model, method: Method | RoutingConfig | str | Mapping[str, object], *, tokens: Tokens | None = None
 ) -> Model:
     """Apply a method to a model in place, which makes it cheaper; `mmod.undo_` undoes it.
 

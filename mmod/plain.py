@@ -42,7 +42,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     config_class: Any = cls
     hints = hints_of(config_class)
     prefix = f"{name}." if name else ""
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     limits = {} if limit is None else limits_of(config_class)
     unknown = [key for key in values if key not in hints]
     if "kind" in hints and "kind" in values:

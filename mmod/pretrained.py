@@ -91,7 +91,7 @@ def load_pretrained(
     folder: str | Path,
     device: torch.device | str | None = None,
     model: nn.Module | None = None,
-    **options: Any,
+    **options: object,
 ) -> nn.Module:
     """Build, route and load a model that `save_pretrained` saved, or a transformers model that saved itself.
 
@@ -235,7 +235,7 @@ def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[
         raise ValueError(f"{refusal}out {', '.join(unknown[:3])}, which {actual} has")
 
 
-def _build_that_fits(config: dict[str, Any], state: dict[str, Tensor], folder: Path) -> nn.Module:
+def _build_that_fits(config: dict[str, object], state: dict[str, Tensor], folder: Path) -> nn.Module:
     """Return the model of a description, whose weights have the shapes of saved ones."""
     try:
         with torch.device("meta"), Unfilled():
@@ -279,7 +279,7 @@ def has_changed(repository: str) -> bool:
     return True
 
 
-def load_transformers(folder: str | Path, *args: Any, **options: Any) -> Any:
+def load_transformers(folder: str | Path, *args: object, **options: object) -> Any:
     """Load a changed model of transformers from what its `save_pretrained` saved, as its `from_pretrained` does."""
     return load_adapter("transformers").load(folder, apply_again, *args, **options)
 
@@ -344,7 +344,7 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None)
         "proofs": proofs_of(model),
     }
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(described))
+        plain: dict[str, object] = json.loads(json.dumps(described))
     except TypeError as error:
         raise ValueError(
             f"cannot save this {type(model).__name__}: an argument it was made with is no JSON value"
@@ -395,7 +395,7 @@ def _saving(library: str) -> Saving:
     return saving
 
 
-def _build(config: dict[str, Any]) -> nn.Module:
+def _build(config: dict[str, object]) -> nn.Module:
     model = _build_dense(config)
     apply_again(model, config)
     return model

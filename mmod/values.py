@@ -141,7 +141,7 @@ class Checked:
     _group: typing.ClassVar[str] = ""
     __signature__ = _OfInit()
 
-    def __new__(cls, *_: Any, **fields: Any) -> Self:
+    def __new__(cls, *_: object, **fields: object) -> Self:
         """Refuse unknown names with the near ones, which `__init__` would not name."""
         known = inspect.signature(cls).parameters
         for name in fields:
@@ -204,7 +204,7 @@ def _share_hint(value: object, limit: Limit | None) -> str:
     return ""
 
 
-def _choices(hint: Any, limit: Limit | None) -> list[str]:
+def _choices(hint: object, limit: Limit | None) -> list[str]:
     """Return the texts that a type and a limit allow, where these are a few."""
     if hint is str and isinstance(limit, tuple):
         return list(limit)
@@ -353,7 +353,7 @@ def limits_of(cls: Any) -> dict[str, Limit]:
     return limits
 
 
-def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | None:
+def _fault(value: object, hint: object, limit: Limit | None) -> type[Exception] | None:
     """Return the type of the error for a value; None for a valid one."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
@@ -391,7 +391,7 @@ def _has_type(value: object, hint: Any) -> bool:
     return isinstance(value, origin or hint)
 
 
-def _is_allowed(value: object, hint: Any, limit: Limit | None) -> bool:
+def _is_allowed(value: object, hint: object, limit: Limit | None) -> bool:
     """Return whether a value of the right type is one of its choices, and within its limit."""
     if typing.get_origin(hint) is Literal:
         return value in typing.get_args(hint)
@@ -406,7 +406,7 @@ def _fault_within(value: object, hint: object, limit: Limit | None) -> type[Exce
     """Return the type of the error for a sequence or mapping or its first invalid item; None for a valid one."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
-    pairs: list[tuple[object, Any]] = []
+    pairs: list[tuple[object, object]] = []
     if origin not in (list, tuple):
         if not isinstance(value, Mapping):
             return TypeError

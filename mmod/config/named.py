@@ -167,7 +167,7 @@ class Preset(RoutingConfig):
             depth = self._known_depth()
         return self.at_depth(depth).resolved(depth)
 
-    def replace(self, **changes: Any) -> RoutingConfig:
+    def replace(self, **changes: object) -> RoutingConfig:
         """Return the preset with further changes, see `mmod.preset`; a mapping changes some options of a part.
 
         Example:

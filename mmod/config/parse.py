@@ -133,7 +133,7 @@ def named_kind(arguments: Sequence[str]) -> str | None:
     return _kind_in(*stack_configs(arguments))
 
 
-def _kind_in(fields: Mapping[str, Any] | None, options: Sequence[str]) -> str | None:
+def _kind_in(fields: Mapping[str, object] | None, options: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--kind", default=(fields or {}).get("kind"))
     try:

@@ -101,7 +101,7 @@ class Loss:
     function: Callable[..., Tensor]
     reads_importance: bool = False
 
-    def __call__(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: object) -> Tensor:
         """Return the loss of a block's `Routing` and the `Router` that made it."""
         return self.function(*arguments)
 
@@ -223,7 +223,7 @@ _PARTS = {
 PARTS = tuple(_PARTS)
 
 
-def score(name: str, **options: Any) -> Score:
+def score(name: str, **options: object) -> Score:
     """Return a score with options, for `RoutingConfig(router=...)`.
 
     Args:

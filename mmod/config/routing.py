@@ -128,17 +128,17 @@ class RoutingConfig(Checked):
     def __init__(
         self,
         *,
-        router: str | Score | ScoreFunction | Mapping[str, Any] = "attention",
+        router: str | Score | ScoreFunction | Mapping[str, object] = "attention",
         capacity: float | tuple[float, ...] = 0.5,
-        select: str | Threshold | Mapping[str, Any] = "topk",
-        gate: str | Gate | Mapping[str, Any] | None = None,
+        select: str | Threshold | Mapping[str, object] = "topk",
+        gate: str | Gate | Mapping[str, object] | None = None,
         context: str | tuple[str, ...] = "kept",
         operator: str | tuple[str, ...] = "block",
-        skipped: str | Merged | Mapping[str, Any] = "pass",
+        skipped: str | Merged | Mapping[str, object] = "pass",
         blocks: str | Sequence[int] = "every_other",
         protect_prefix: bool = True,
         losses: Mapping[str, float] | None = None,
-        language: LanguageRouting | Mapping[str, Any] | None = None,
+        language: LanguageRouting | Mapping[str, object] | None = None,
         training_only: bool = False,
         depth: int | None = None,
     ) -> None:
@@ -389,7 +389,7 @@ class RoutingConfig(Checked):
             depth=depth,
         )
 
-    def replace(self, **changes: Any) -> RoutingConfig:
+    def replace(self, **changes: object) -> RoutingConfig:
         """Return a copy with some fields changed; a mapping for a part changes some of its options.
 
         A gate that is the router's default becomes the default of another router.
@@ -452,7 +452,7 @@ class RoutingConfig(Checked):
         router = self.router.to_dict()
         if complete:
             return {name: plain(getattr(self, name)) for name in _FIELDS}
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for name, value in self._differing().items():
             short = spelled(value)
             # JSON has no tuples.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import nn
 
@@ -41,7 +40,7 @@ def routed(config: RoutingConfig | str | None = None, **parts: RoutingConfig | s
 
     def routing(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def build(self: nn.Module, *args: object, **kwargs: object) -> None:
             original(self, *args, **kwargs)
             route_(self, config, tokens=None, training_only=None, **parts)
             # Dense weights load strictly, and leave the new routers.
@@ -58,6 +57,6 @@ def routed(config: RoutingConfig | str | None = None, **parts: RoutingConfig | s
             model.__init__ = original  # type: ignore[method-assign]
 
 
-def _complete(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _complete(model: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
     if is_routed(model):
         state.update(keep_new_routers(model, state, prefix))

@@ -20,7 +20,7 @@ class _Opened:
     auto: Any
 
     @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+    def register_for_auto_class(cls, auto_class: object = None) -> None:
         """Register nothing: configs of routed models are of the same classes as those of dense ones."""
 
     @classmethod
@@ -38,7 +38,7 @@ class _Opened:
         return make_transformers(config, config.name_or_path, lambda plain: made._from_config(plain, **options))
 
     @classmethod
-    def _class_for(cls, config: Any) -> Any:
+    def _class_for(cls, config: object) -> Any:
         from transformers.models.auto.auto_factory import _get_model_class
 
         return _get_model_class(config, cls.auto._model_mapping)
@@ -65,7 +65,7 @@ def open_routed_folders() -> None:
 
     # The name of the module stays this one, by which a second call knows the function.
     @functools.wraps(plain, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
-    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+    def from_pretrained(cls: object, *args: object, **options: object) -> Any:
         arguments = signature.bind_partial(cls, *args, **options).arguments
         folder: Any = arguments.get("pretrained_model_name_or_path")
         # The class that loads a routed folder comes here again to read the weights.
@@ -79,7 +79,7 @@ def open_routed_folders() -> None:
     model.from_pretrained = classmethod(from_pretrained)
 
 
-def _describes_routing(folder: Any, config: Any, options: dict[str, Any]) -> bool:
+def _describes_routing(folder: object, config: Any, options: dict[str, object]) -> bool:
     """Return whether the config to be loaded describes routing."""
     from transformers import PreTrainedConfig
 

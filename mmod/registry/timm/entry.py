@@ -57,7 +57,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
     options = {option: kwargs.pop(option) for option in ROUTING_FIELDS if option in kwargs}
     method = kwargs.pop("preset", None)
 
-    def build(**arguments: Any) -> nn.Module:
+    def build(**arguments: object) -> nn.Module:
         model = dense(**arguments)
         model.dense_entry = dense.__name__  # type: ignore[assignment]  # what mmod.save_pretrained builds again
         if method is None:
@@ -82,7 +82,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
 
 
 def _routed_entry(dense: Callable[..., nn.Module], name: str, module: str) -> Callable[..., nn.Module]:
-    def entry(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    def entry(pretrained: bool = False, **kwargs: object) -> nn.Module:
         return create_routed(dense, name, pretrained, **kwargs)
 
     entry.__name__ = entry.__qualname__ = name
