@@ -202,7 +202,7 @@ def parameters_of_block(block: nn.Module) -> dict[str, object]:
     return {value.name: value.default for value in after_tokens if value.kind is value.POSITIONAL_OR_KEYWORD}
 
 
-def by_name(names: Collection[str], args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+def by_name(names: Collection[str], args: tuple[object, ...], kwargs: Arguments) -> Arguments:
     """Return a block's arguments after the tokens by name."""
     if len(args) > len(names):
         raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {', '.join(names)}")
@@ -281,7 +281,7 @@ class NamedArguments(CallForm, BlockCall):
         name: str = getattr(self.attention_config, "_attn_implementation", MASKED[0])
         return name
 
-    def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return arguments by name, without those that have their defaults."""
         named = by_name(self.parameters, args, kwargs)
         arguments = {name: value for name, value in named.items() if value is not self.parameters.get(name)}
@@ -385,10 +385,10 @@ class NamedArguments(CallForm, BlockCall):
         # Last, because a bias turns a mask of truth values into numbers.
         return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
 
-    def of_images(self, name: str, value: Any, image_S: Tensor, images: int) -> Any:
+    def of_images(self, name: str, value: object, image_S: Tensor, images: int) -> Any:
         """Return an argument for some of the images; what is the same for all is unchanged."""
 
-        def select(leaf: Any) -> Any:
+        def select(leaf: object) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != images:
                 return leaf
             # Masks and rotary embeddings of each image have four axes, or three where they hide keys alone.
@@ -433,7 +433,7 @@ class NamedArguments(CallForm, BlockCall):
     def attend_to_all(
         self,
         block: nn.Module,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         arguments: Arguments,
         x_BND: Tensor,
         z_BKD: Tensor,

@@ -64,7 +64,7 @@ def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:
     """
 
     @functools.wraps(function)
-    def of_batches(model: nn.Module, batches: Iterable[Any], *args: P.args, **options: P.kwargs) -> R:
+    def of_batches(model: nn.Module, batches: Iterable[object], *args: P.args, **options: P.kwargs) -> R:
         tokens = None
         # Of an iterator, the first batch would be missing afterwards. Other things are refused by the function.
         can_begin = isinstance(batches, Iterable) and not isinstance(batches, (str, Tensor, Mapping, Iterator))
@@ -94,12 +94,12 @@ class _Begun:
         first: The first batch; None without any.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[object]) -> None:
         self._batches = batches
         begun = iter(batches)
         batch = list(itertools.islice(begun, 1))
         self.first = batch[0] if batch else None
-        self._begun: Iterator[Any] | None = itertools.chain(batch, begun)
+        self._begun: Iterator[object] | None = itertools.chain(batch, begun)
 
     def __iter__(self) -> Iterator[Any]:
         begun, self._begun = self._begun, None

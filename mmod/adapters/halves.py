@@ -195,7 +195,7 @@ class _Search:
             around += attended.modules
 
     def _keep(self, name: str, stack: list[str]) -> Callable[..., None]:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+        def keep(module: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
             stack.pop()
             tokens = output
             others = None
@@ -341,7 +341,7 @@ def _zeros(output: _Output) -> _Replacement:
     return lambda *args, **kwargs: return_zeros(output.channels, output.others, _poisoned, args, kwargs)
 
 
-def _poisoned(*args: Any, **kwargs: Any) -> Tensor:
+def _poisoned(*args: object, **kwargs: object) -> Tensor:
     """Return values that no module would, so that a block that reads them gives another result."""
     return 2 * next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)) + 1
 

@@ -46,7 +46,7 @@ class Head:
         model: nn.Module,
         behind: Mapping[str, nn.Module],
         x_BND: Tensor,
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         kwargs: Arguments,
     ) -> Any:
         """Return what a model returns if its last block returns these tokens.
@@ -91,12 +91,12 @@ class _HandsOn(nn.Module):
         """Return an attribute of the module, which its model may read."""
         return getattr(vars(self)["module"], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Return the tokens."""
         return vars(self)["output"]
 
 
-def _head_of_timm(model: Any, x_BND: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _head_of_timm(model: Any, x_BND: Tensor, *args: object, **kwargs: object) -> Any:
     """Return what a timm model's head makes of tokens; it runs instead of a forward that adds tokens of its own."""
     return model.forward_head(model.norm(x_BND))
 
@@ -173,13 +173,13 @@ class _Trial:
         args, named = split_inputs(inputs)
         self.output = self.model(*args, **named)
 
-    def _pass_on(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _pass_on(self, x: Tensor, *args: object, **kwargs: object) -> Any:
         """Run instead of each block: return its tokens, and keep them."""
         self.x = x
         return (x, None) if self.in_tuple else x
 
     def _note(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def note(module: nn.Module, args: tuple[object, ...]) -> None:
             if self.x is None:
                 self.ahead.append(name)
             else:

@@ -64,7 +64,7 @@ def image_facts(model: nn.Module) -> ImageFacts:
     return _facts_of_timm(host)
 
 
-def _facts_of_timm(model: Any) -> ImageFacts:
+def _facts_of_timm(model: nn.Module) -> ImageFacts:
     """Return the facts of a timm model, or of a class that names its attributes as timm does."""
     classes = getattr(model, "num_classes", None)
     described: Any = getattr(model, "pretrained_cfg", None) or {}
@@ -232,7 +232,7 @@ def watch_grid(model: nn.Module) -> Iterator[SeenGrid]:
         yield seen
         return
 
-    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def keep(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         seen.grid = source.read(output)
 
     handle = source.module.register_forward_hook(keep)

@@ -99,7 +99,7 @@ def _text_tower(tower: Any, path: str = "") -> BlockStack:
     )
 
 
-def _stack(tower: Any, prefix: int) -> BlockStack:
+def _stack(tower: nn.Module, prefix: int) -> BlockStack:
     """Return the blocks of a tower, or of a model that holds the modules of its text tower itself."""
     runs: Any = getattr(tower, "transformer", None)
     blocks = tuple(getattr(runs, "resblocks", ()))
@@ -244,7 +244,7 @@ class ClipBlock(NamedArguments):
         return mask
 
 
-def _caption_hook(tower: Any, span: Span) -> ModelHook:
+def _caption_hook(tower: nn.Module, span: Span) -> ModelHook:
     """Return the hook of a text tower's embedding.
 
     The tower is a `TextTransformer`, or a `CLIP` model, which has the same attributes.

@@ -133,13 +133,13 @@ class _Watch(TorchFunctionMode):
             signature = inspect.signature(host_class(block).forward)
             vars(block)["forward"] = functools.partial(self._run, signature, block is block_list[-1])
 
-    def _run(self, signature: inspect.Signature, is_last: bool, *args: Any, **kwargs: Any) -> Tensor:
+    def _run(self, signature: inspect.Signature, is_last: bool, *args: object, **kwargs: object) -> Tensor:
         """Keep the arguments of a block, and stop or pass the tokens on."""
         # What is read here is not read by the model.
         with torch._C.DisableTorchFunction():
             # The first one stands for `self`.
             _, (name, x), *further = signature.bind(None, *args, **kwargs).arguments.items()
-            arguments: dict[str, Any] = {}
+            arguments: dict[str, object] = {}
             for further_name, value in further:
                 if signature.parameters[further_name].kind is inspect.Parameter.VAR_KEYWORD:
                     arguments.update(value)
@@ -157,7 +157,7 @@ class _Watch(TorchFunctionMode):
             return self._output
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Arguments | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Arguments | None = None
     ) -> Any:
         """Note a function that reads the output of the last block."""
         if self._output is not None and any(value is self._output for value in tree_leaves((args, kwargs))):
@@ -165,7 +165,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_inside(*args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_inside(*args: object, **kwargs: object) -> NoReturn:
     raise _NoTokens(
         "is not called: the model takes it apart and runs the modules in it, such as a pair of attention and MLP. "
         "Write a class of blocks whose forward(x) runs these modules, and let the model call each block with the "
@@ -422,7 +422,7 @@ def _for_two_images(example: Arguments, names: Sequence[str]) -> dict[str, Any]:
     images = example[first]
     batch = len(images) if images.ndim else 0
 
-    def repeat(leaf: Any) -> Any:
+    def repeat(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if batch and leaf.ndim > 0 and len(leaf) == batch:

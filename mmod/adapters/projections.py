@@ -36,7 +36,7 @@ def projections_of(path: str, attention: nn.Module) -> tuple[ProjectionName, ...
     return tuple(projections)
 
 
-def _keys_of_groups(layer: Any, attention: Any) -> int:
+def _keys_of_groups(layer: nn.Module, attention: Any) -> int:
     return 2 * int(attention.config.num_key_value_heads) * int(attention.head_dim)
 
 

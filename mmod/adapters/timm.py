@@ -147,7 +147,7 @@ def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
     )
 
 
-def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe(model: nn.Module, architecture: str | Mapping[str, object] | None = None) -> dict[str, Any]:
     """Return what `build` needs to rebuild the model.
 
     Args:
@@ -190,7 +190,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     return timm.create_model(architecture, pretrained_cfg=cfg, **description["arguments"])
 
 
-def _check_description(description: Mapping[str, Any]) -> None:
+def _check_description(description: Mapping[str, object]) -> None:
     if not isinstance(description["architecture"], str):
         raise ValueError(f"architecture in a saved folder must be a string, got {description['architecture']!r}")
     check_keys("arguments", description["arguments"], _arguments())
@@ -234,7 +234,7 @@ class TimmHalves(Halves):
 HALVES = TimmHalves()
 
 
-def _scaled(block: Any, half: int, update_BND: Tensor) -> Tensor:
+def _scaled(block: nn.Module, half: int, update_BND: Tensor) -> Tensor:
     """Apply the layer scale of a half: a module in some families, a parameter or None in others."""
     if isinstance(block, vision_transformer.Block):
         return getattr(block, f"ls{half}")(update_BND)

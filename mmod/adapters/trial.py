@@ -291,7 +291,7 @@ class _TrialBlock(ConvertedBlock):
 class _Added(nn.Module):
     """Stands for a module that a method adds to a block, and that the block's own code must not call."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Refuse the block."""
         raise _Refused(
             "runs whatever modules it contains, so it would run the router that a method adds as one of them: let it "

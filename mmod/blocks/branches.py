@@ -84,7 +84,7 @@ class Branch(Mixin):
 
     mod_state: BranchState
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Return the module's output."""
         state = self.mod_state
         runner = state.inner.value.runners.get(state.name)
@@ -144,7 +144,11 @@ def warn_of_halves(halved: Mapping[str, BlockCall], depth: int, remedy: str = ""
 
 
 def return_zeros(
-    channels: int, others: int | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    channels: int,
+    others: int | None,
+    forward: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> Any:
     """Return zeros instead of an update of tokens.
 
@@ -159,12 +163,12 @@ def return_zeros(
     return (zeros, *[None] * others)
 
 
-def return_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def return_input(forward: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
     """Return a module's input, where nothing reads the module's output."""
     return _first_tensor(args, kwargs)
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def _first_tensor(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
     values = (*args, *kwargs.values())
     return next(value for value in values if isinstance(value, Tensor))
 
@@ -198,7 +202,7 @@ class SilencedHalves(Halves):
             y: Tensor = block.mod_run_host(x_BND, **arguments)
             return y
 
-    def feed(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def feed(self, block: Any, x_BND: Tensor, arguments: Mapping[str, object]) -> Tensor:
         """Return tokens (B, N, D) after the block's MLP."""
         read = {name: arguments[name] for name in self.fed if name in arguments}
         with running(block.mod_state.inner, self.attention, expects_batch=False):

@@ -21,7 +21,7 @@ Arguments = Mapping[str, Any]
 """Arguments of a host's block or model, by name."""
 
 
-def name_arguments(names: Iterable[str], args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
+def name_arguments(names: Iterable[str], args: tuple[object, ...], kwargs: Arguments) -> dict[str, Any]:
     """Return the arguments of a call by name.
 
     Args:
@@ -55,11 +55,11 @@ class Halves(ABC):
         return ()
 
     @abstractmethod
-    def attend(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
+    def attend(self, block: nn.Module, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's attention, from the block's arguments by name."""
 
     @abstractmethod
-    def feed(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
+    def feed(self, block: nn.Module, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's MLP, from those after its attention; see `fed` for arguments."""
 
 
@@ -147,7 +147,7 @@ class BlockCall(Protocol):
         """Whether the block always needs its prefix tokens first."""
         return False
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
         """Return the block's arguments after the tokens by name; raise for those that cannot be narrowed."""
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks | TokenGroups:
@@ -167,8 +167,8 @@ class BlockCall(Protocol):
 
     def attend_to_all(
         self,
-        block: Any,
-        forward: Callable[..., Any],
+        block: nn.Module,
+        forward: Callable[..., object],
         arguments: Arguments,
         x_BND: Tensor,
         z_BKD: Tensor,
@@ -195,7 +195,7 @@ class BlockCall(Protocol):
         """Record an empty attention map for a block that keeps no token, if the host collects maps."""
         return
 
-    def begin_whole(self, args: tuple[Any, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
+    def begin_whole(self, args: tuple[object, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
         """Open the cache, and return the arguments by name if all tokens run, which the cache is told; else None."""
         return None
 

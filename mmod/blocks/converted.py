@@ -24,7 +24,7 @@ EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, whi
 class ConvertedBlock(Mixin):
     """Mixin of a block that runs its host's forward itself."""
 
-    def mod_run_host(self, z: Tensor, **arguments: Any) -> Tensor:
+    def mod_run_host(self, z: Tensor, **arguments: object) -> Tensor:
         """Return tokens after the host's forward."""
         return super().forward(z, **arguments)
 
@@ -67,7 +67,7 @@ class ConvertedBlock(Mixin):
         )
 
 
-def trace_as_node(block: nn.Module, x: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def trace_as_node(block: nn.Module, x: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
     """Return the block as one node of torch.fx's graph, because decisions depend on values.
 
     What is inside it cannot be extracted.

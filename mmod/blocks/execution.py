@@ -89,14 +89,14 @@ def in_order(x_BND: Tensor, routing: Routing) -> bool:
 class CachedTokens(KeptTokens):
     """The block has a cache: kept tokens also attend to those in it, and it is told what its next update receives."""
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
         """Return all tokens where they are if each sample has one, else as without a cache."""
         alone = getattr(routing.tokens, "alone", False) or (x.shape[1] == 1 and in_order(x, routing))
         if alone and not self.packs(block, arguments, routing):
             return RowsInPlace(x, routing, self.weighs)
         return super().make_rows(block, x, arguments, routing)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
         """Return the rows after the host's block."""
         if rows.packing is not None:
             return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
@@ -119,13 +119,13 @@ class CachedTokens(KeptTokens):
 class AmongAll(Execution):
     """The block runs on the kept tokens, which attend to all tokens; a cache receives all."""
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
         """Return all tokens where they are if a block with a cache keeps them all, else the kept ones."""
         if self.call.caches and in_order(x, routing):
             return RowsInPlace(x, routing, self.weighs)
         return super().make_rows(block, x, arguments, routing)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
         """Return the kept tokens after the host's block."""
         call = self.call
         routing = rows.routing
@@ -144,11 +144,11 @@ class MlpOfKept(Execution):
 
     between_halves = True
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
         """Return the means of merged tokens."""
         return Rows(x, routing)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
         """Return the rows after the host's MLP."""
         halves = self.call.halves
         assert halves is not None
@@ -166,11 +166,11 @@ class OneBranch(Execution):
         self.operator = str(config.operator)
         self.among_all = config.context == "all"
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
         """Return all tokens."""
         return AllTokens(x, routing)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
         """Return all tokens after the host's block."""
         call = self.call
         routing = rows.routing
@@ -221,7 +221,7 @@ class OneBranch(Execution):
             x_BND = x.view(*routing.score_BN.shape, -1)
         z_BKD = gather_kept(x_BND, routing)
 
-        def run_on(rows: Tensor, **arguments: Any) -> Any:
+        def run_on(rows: Tensor, **arguments: object) -> Any:
             if in_sequence:
                 rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
             if not args:

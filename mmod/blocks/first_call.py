@@ -61,7 +61,7 @@ def _refuse_trace(module: nn.Module) -> None:
             raise RuntimeError(reason)
 
 
-def _refuse(watches: Sequence[_Watch], module: nn.Module, arguments: Arguments, output: Any) -> None:
+def _refuse(watches: Sequence[_Watch], module: nn.Module, arguments: Arguments, output: object) -> None:
     """Refuse a module that was called without its mixin."""
     hidden = [watch for watch in watches if watch.ran_inside and not watch.ran_mixin]
     if hidden:
@@ -104,7 +104,7 @@ class _Watch:
         self.ran_mixin = True
         return vars(module)[name]
 
-    def _see(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
+    def _see(self, inner: nn.Module, args: tuple[object, ...]) -> None:
         self.ran_inside = True
 
     def remove(self) -> None:
@@ -125,7 +125,7 @@ def compare_grid(
     prefix: int,
     module: nn.Module,
     arguments: Arguments,
-    output: Any,
+    output: object,
 ) -> None:
     """Warn, in the first call, of tokens besides patches and prefix, such as learned prompts, skipped like patches.
 

@@ -25,7 +25,7 @@ See = Callable[[Tensor], tuple[Tensor, ...]]
 _CHANNELS = 4
 
 
-def grid_of_map(output: Any) -> Grid | None:
+def grid_of_map(output: object) -> Grid | None:
     """Return the grid of a feature map (B, C, rows, columns), which the projection to patches of most hosts returns."""
     if isinstance(output, Tensor) and output.ndim == 4:
         return output.shape[2], output.shape[3]
@@ -70,7 +70,7 @@ class GridSource(NamedTuple):
         return ModelHook(after=partial(self.show, calls, see))
 
     def show(
-        self, calls: PerThread[StackCalls], see: See | None, module: nn.Module, arguments: Arguments, output: Any
+        self, calls: PerThread[StackCalls], see: See | None, module: nn.Module, arguments: Arguments, output: object
     ) -> None:
         """Tell the forward pass that begins after the patch embedding what is known of the images' patches."""
         # There is no output of a call that failed.

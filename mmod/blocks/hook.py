@@ -44,7 +44,7 @@ class ModelHook:
     kind: str = ""
     names: tuple[str, ...] = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Any:
         """Return changed arguments of the module's forward, or None."""
         if self.before is None:
             return None
@@ -64,7 +64,7 @@ class ModelHook:
         named = {name: value for name, value in changed.items() if name not in given}
         return (*in_order, *args[len(in_order) :]), named
 
-    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+    def end(self, module: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
         """Run after a forward pass."""
         assert self.after is not None
         if self.once:
@@ -157,7 +157,7 @@ def runs_code_of(package: str, module: nn.Module, name: str) -> bool:
     return _package_of(code) == package
 
 
-def _package_of(code: Any) -> str:
+def _package_of(code: object) -> str:
     """Return the package that a function was written in."""
     # A decorator copies `__module__`, but not the globals.
     return str(getattr(code, "__globals__", {}).get("__name__", "")).partition(".")[0]

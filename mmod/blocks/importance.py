@@ -58,13 +58,13 @@ class ImportanceBlock(ConvertedBlock):
 
     mod_state: ImportanceState
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Run the host's block on tokens (B, N, D) and share their importance."""
         if not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         call = state.call
-        arguments: Mapping[str, Any] = call.bind(args, kwargs)
+        arguments: Mapping[str, object] = call.bind(args, kwargs)
         wanted = state.wanted
         if call.decodes:
             # Where all tokens run nothing reads it, and with a filled cache the map is not square.

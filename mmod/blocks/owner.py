@@ -78,7 +78,9 @@ class BlockOwner(Mixin):
             if hasattr(host, name):
                 setattr(converted, name, _as_call(converted, name, getattr(host, name)))
 
-    def mod_run_in_call(self, name: str, run: HostMethod, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def mod_run_in_call(
+        self, name: str, run: HostMethod, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
         """Run a method of the host in a call of the blocks, which ends with it, also after a KeyboardInterrupt."""
         calls = self.mod_owner.calls.value
         outer = calls.running

@@ -26,7 +26,7 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _while_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
+def _while_tracing(method: Callable[..., object]) -> Callable[..., Any]:
     """Let compilers call a method while they trace, with the module itself, and not put it into their graphs."""
     # As `torch.compiler.assume_constant_result`, without its import of the compiler.
     method._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             return flops[name] - flops[f"{name}.router"]
         return flops[f"{name}.{branch}"]
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Route tokens (B, N, D): decide, gather the kept rows, run the host's block on them, write them back.
 
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
@@ -105,7 +105,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if type(x) is not Tensor and not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
-        arguments: Mapping[str, Any] = {}
+        arguments: Mapping[str, object] = {}
         # Most hosts pass tokens alone, and binding takes time.
         if args or kwargs:
             arguments = state.call.bind(args, kwargs)
@@ -114,7 +114,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         y = state.execution.run(self, super().forward, rows.z, arguments, rows)
         return rows.write_back(y)
 
-    def mod_decide(self, x: Tensor, arguments: Mapping[str, Any]) -> Routing:
+    def mod_decide(self, x: Tensor, arguments: Mapping[str, object]) -> Routing:
         """Return which of the tokens (B, N, D) run."""
         state = self.mod_state
         if arguments or state.call.masks_always:
@@ -142,7 +142,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             if losses:
                 self.mod_keep_loss(losses, x, routing.score_BN)
 
-    def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _slow_forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse torch.jit.trace, under which torch calls this in place of `forward`."""
         raise RuntimeError(self.mod_untraceable)
 
@@ -181,7 +181,7 @@ class SpannedBlock(RoutedBlock):
 
     mod_title = "Routed"
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Route tokens (B, N, D), or rows that the block before passed on (B, K, D); return the same of the two."""
         if type(x) is not Tensor and not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
@@ -192,7 +192,7 @@ class SpannedBlock(RoutedBlock):
             whole = state.call.begin_whole(args, kwargs, x)
             if whole is not None:
                 return host(x, **whole)
-        arguments: Mapping[str, Any] = {}
+        arguments: Mapping[str, object] = {}
         if args or kwargs:
             arguments = state.call.bind(args, kwargs)
         span_pass = None
@@ -204,7 +204,7 @@ class SpannedBlock(RoutedBlock):
         y = execution.run(self, host, z, arguments, rows)
         return self.mod_leave(y, rows, span_pass)
 
-    def mod_enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
+    def mod_enter(self, x: Tensor, arguments: Mapping[str, object]) -> SpanPass | None:
         """Return the pass of tokens (B, N, D), or of rows that the block before passed on (B, K, D)."""
         state = self.mod_state
         span = state.span
@@ -221,7 +221,7 @@ class SpannedBlock(RoutedBlock):
             self._mod_check_alone(span)
         return span_pass
 
-    def mod_attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
+    def mod_attend(self, x: Tensor, arguments: Mapping[str, object], span_pass: SpanPass | None) -> Tensor:
         """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
         state = self.mod_state
         call = state.call
@@ -250,7 +250,7 @@ class SpannedBlock(RoutedBlock):
             return y
         return rows.write_back(y)
 
-    def mod_gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
+    def mod_gather(self, x: Tensor, arguments: Mapping[str, object], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
         """Decide as the span does; return its rows, or new ones where none were passed on, and their state."""
         state = self.mod_state
         if span_pass is None:

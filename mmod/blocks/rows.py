@@ -304,7 +304,7 @@ class Execution(ABC):
         self.scores_norm = config.language.scored == "norm"
         self.weighs = config.language.gate_on == "update"
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
         """Return the rows that the block runs on: by default the kept tokens."""
         norm = None
         if backend.forced or not x.is_cpu:
@@ -312,7 +312,7 @@ class Execution(ABC):
         return Rows(x, routing, norm, self.weighs)
 
     @abstractmethod
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
         """Return the rows after the block, from those of the decision; `host` is the host's forward."""
 
     def first_norm(self, block: ConvertedBlock) -> nn.Module | None:
@@ -332,7 +332,7 @@ class Execution(ABC):
 class KeptTokens(Execution):
     """The block runs on the kept tokens, which attend to each other."""
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         if routing.kept.valid_BK is not None and self.packs(block, arguments, routing):
             return PackedRows(x, routing, self.weighs)
@@ -342,7 +342,7 @@ class KeptTokens(Execution):
             norm = self.first_norm(block)
         return Rows(x, routing, norm, self.weighs)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
         """Return the rows after the host's block."""
         if rows.packing is not None:
             return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
@@ -360,14 +360,14 @@ class KeptTokens(Execution):
             arguments = self._narrowed(block, arguments, rows)
         return host(z, **arguments)
 
-    def packs(self, block: ConvertedBlock, arguments: Mapping[str, Any], routing: Routing) -> bool:
+    def packs(self, block: ConvertedBlock, arguments: Mapping[str, object], routing: Routing) -> bool:
         """Return whether all images run as one sequence, because they keep different numbers of tokens."""
         kept = routing.kept
         # Without the total, packing would wait for the device to know its shapes. Rows of groups are packed inside.
         differ = kept.valid_BK is not None and bool(kept.total) and not self.joins
         return differ and self.call.can_pack(block, arguments)
 
-    def _run_filled(self, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def _run_filled(self, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
         """Return rows of groups (B, K, D) after the host's block, which gets no empty ones, in one sequence."""
         packing, attention = rows.fill()
         slot_T = packing.slot_T
@@ -379,7 +379,7 @@ class KeptTokens(Execution):
         empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
         return empty_SD.index_copy(0, slot_T, y.squeeze(0)).view_as(z)
 
-    def _narrowed(self, block: ConvertedBlock, arguments: Mapping[str, Any], rows: Rows) -> Mapping[str, Any]:
+    def _narrowed(self, block: ConvertedBlock, arguments: Mapping[str, object], rows: Rows) -> Mapping[str, Any]:
         """Return the block's arguments for the rows."""
         call = self.call
         routing = rows.routing
@@ -391,7 +391,7 @@ class KeptTokens(Execution):
         return rows.selected[1]
 
     def run_packed(
-        self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: PackedRows
+        self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: PackedRows
     ) -> Tensor:
         """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
         assert rows.packing is not None

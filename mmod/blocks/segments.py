@@ -108,7 +108,7 @@ def read_segments(boundaries: Tensor) -> Segments:
     return Segments(tuple(image_T.unique_consecutive(return_counts=True)[1].tolist()))
 
 
-def is_boundaries(value: Any, tokens: int) -> bool:
+def is_boundaries(value: object, tokens: int) -> bool:
     """Return whether an argument of a block says where images begin in one sequence of this many tokens."""
     if not isinstance(value, Tensor):
         return False
@@ -146,7 +146,7 @@ class SequenceImages:
             lengths += [rows * columns] * frames
         self.calls.value.lengths.append(tuple(lengths))
 
-    def forget(self, module: nn.Module, arguments: Arguments, output: Any) -> None:
+    def forget(self, module: nn.Module, arguments: Arguments, output: object) -> None:
         """Forget the call."""
         _outside_graphs(self._end)()
 
@@ -176,20 +176,20 @@ class SequenceImages:
         return images
 
 
-def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_graphs(function: Callable[..., object]) -> Callable[..., Any]:
     if torch.compiler.is_compiling():
-        disabled: Callable[..., Any] = torch.compiler.disable(function)
+        disabled: Callable[..., object] = torch.compiler.disable(function)
         return disabled
     return function
 
 
-def split_rows(value: Any, segments: Segments) -> Any:
+def split_rows(value: object, segments: Segments) -> Any:
     """Return a batch of rows (B, 1, N, E) from those of one sequence (T, E), or from a tuple of them."""
     return map_rows(lambda rows_TE: segments.split(rows_TE).unsqueeze(1), value)
 
 
 def as_one_sequence(
-    call: CallForm, x_BND: Tensor, arguments: Mapping[str, Any], filled_BK: Tensor | None = None
+    call: CallForm, x_BND: Tensor, arguments: Mapping[str, object], filled_BK: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return a batch and its arguments as one sequence in the host's form; only attention tells images apart.
 
@@ -226,14 +226,14 @@ def _in_layout(call: CallForm, x_TD: Tensor) -> Tensor:
     return x_TD.unsqueeze(0)
 
 
-def map_rows(change: Callable[..., Any], value: Any, *args: Any) -> Any:
+def map_rows(change: Callable[..., object], value: object, *args: object) -> Any:
     """Apply a function to a tensor of rows, or to each of a tuple of them; further arguments are passed on."""
     if isinstance(value, (tuple, list)):
         return tuple(change(item, *args) for item in value)
     return change(value, *args)
 
 
-def _first(value: Any) -> Any:
+def _first(value: object) -> Any:
     if isinstance(value, (tuple, list)):
         return value[0]
     return value
@@ -274,8 +274,8 @@ class FlatBlock(InterceptedBlock):
     def _mod_run_filled(
         self,
         x_BKD: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         bias: Tensor | None,
         window_BK: Tensor | None,
     ) -> Tensor:
@@ -319,7 +319,7 @@ class SegmentsBlock(Mixin):
     Images of one size are a view. Others are padded: padding is hidden from attention, and never kept.
     """
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Any:
         """Return the tokens in the host's form, or the rows (B, K, D) that the block passes on."""
         arguments = name_arguments(self.mod_state.call.names, args, kwargs)
         if torch.compiler.is_compiling():
@@ -367,7 +367,7 @@ class SegmentsBlock(Mixin):
             span.follow(x, y)
 
 
-def boundaries_of(arguments: Mapping[str, Any], x: Tensor) -> str:
+def boundaries_of(arguments: Mapping[str, object], x: Tensor) -> str:
     """Return the name of the argument that says where images begin in one sequence; empty where a batch tells it."""
     is_sequence = x.ndim == 2 or (x.ndim == 3 and len(x) == 1)
     if not is_sequence:

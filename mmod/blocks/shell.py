@@ -19,9 +19,9 @@ KEY_BIAS = "mmod_key_bias"
 def run_inside(
     block: Any,
     change: AttentionIntercept,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    forward: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> Any:
     """Run a host's forward inside a mode that changes its attention; what reads the attention sees it changed."""
     state = block.mod_state
@@ -33,8 +33,8 @@ def run_inside(
         change.cross = state.call.cross
         return change.run(forward, args, kwargs)
 
-    def run_watched(attend: Callable[..., Any], inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        def run_changed(*args: Any, **kwargs: Any) -> Any:
+    def run_watched(attend: Callable[..., object], inputs: tuple[object, ...], options: Mapping[str, object]) -> Any:
+        def run_changed(*args: object, **kwargs: object) -> Any:
             return change.run(attend, args, kwargs)
 
         return watch.run(run_changed, inputs, options)
@@ -69,7 +69,7 @@ class FormBlock(Mixin):
       None in its place.
     """
 
-    def forward(self, x: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor | None = None, *args: object, **kwargs: Any) -> Any:
         """Return all tokens in the host's form."""
         call = self.mod_state.call
         tokens: Tensor = kwargs.pop(call.tokens) if x is None else x

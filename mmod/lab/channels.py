@@ -63,7 +63,7 @@ class Channels(Method):
         """Return every second block of the stages of a ResNet, by name."""
         if not _is_resnet(model):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
-        blocks: dict[str, Any] = {}
+        blocks: dict[str, object] = {}
         for name, stage in model.named_children():
             if not name.startswith("layer"):
                 continue

@@ -20,7 +20,7 @@ from mmod.ops.context import known_projections
 from mmod.routing import Routing
 
 
-def check_texts(kind: str, fills: bool, module: Any, arguments: Arguments) -> None:
+def check_texts(kind: str, fills: bool, module: nn.Module, arguments: Arguments) -> None:
     """Refuse texts of a language model in which tokens cannot be chosen together.
 
     Args:
@@ -68,21 +68,21 @@ class SharedLayer:
     call: Any
     behind: int
 
-    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+    def valid(self, arguments: Mapping[str, object], x_BND: Tensor) -> Tensor | None:
         """Return which tokens are not padding (B, N); None without an attention mask."""
         mask = arguments.get("attention_mask")
         if mask is None:
             return None
         return valid_tokens(mask, x_BND, self.call.cached(arguments))
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, object], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
         """Return the arguments for kept tokens; in the first run, these are all."""
         if not self.behind:
             return arguments
         # Each run has keys and values of its own.
         call = replace(self.call, attention=_Later(self.call.attention, self.behind))
         call.open_cache(arguments)
-        selected: dict[str, Any] = {}
+        selected: dict[str, object] = {}
         if routing.kept.index_BK.shape[1]:
             selected.update(call.select_tokens(arguments, x_BND, routing))
         call.begin_update(arguments, x_BND, routing)
@@ -94,8 +94,8 @@ class SharedLayer:
     def attend_to_all(
         self,
         block: nn.Module,
-        forward: Callable[..., Any],
-        arguments: Mapping[str, Any],
+        forward: Callable[..., object],
+        arguments: Mapping[str, object],
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
@@ -145,6 +145,8 @@ class _LaterCache:
     cache: Any
     index: int
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, N, E) of new tokens; return the visible ones."""
         return self.cache.update(keys, values, self.index, *args, **kwargs)

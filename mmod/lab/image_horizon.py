@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +58,7 @@ class Horizon:
         *,
         capacity: float = 1.0,
         after: int = 1,
-        router: str | Score | Mapping[str, Any] = "stride",
+        router: str | Score | Mapping[str, object] = "stride",
     ) -> RoutingConfig:
         """Return the plan without image tokens behind the horizon, and with a share of them in front of it.
 

@@ -5,17 +5,18 @@ Axes: B images or samples, N tokens, K slots of an image, D channels, R recursio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import (
+    BlockCall,
     BlockState,
     ConvertedBlock,
     ModelHook,
@@ -45,6 +46,9 @@ from mmod.routing import Kept, LinearScore, Routing
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import kept_by_mask
 from mmod.threads import PerThread
+
+if TYPE_CHECKING:
+    from mmod.lab.decoders import SharedLayer
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1
@@ -177,8 +181,8 @@ class CycleState(NamedTuple):
     config: Recursions
     prefix: int
     read_blocks: ReadBlocks | None
-    call: Any
-    runs: list[list[Any]]
+    call: BlockCall
+    runs: Sequence[Sequence[BlockCall | SharedLayer]]
     removed: list[nn.Module]
     records: PerThread[Record]
 
@@ -200,7 +204,7 @@ class Cycle(Choosing):
             if call.shell.inner is not None:
                 # The shell gives the block the interface that a cycle expects.
                 convert(block, ConvertedBlock, BlockState(call=call), Shell(inner=call.shell.inner))
-        runs: list[list[Any]] = [calls] * config.recursions
+        runs: Sequence[Sequence[BlockCall | SharedLayer]] = [calls] * config.recursions
         if stack.language:
             from mmod.lab.decoders import SharedLayer
 
@@ -240,7 +244,7 @@ class Cycle(Choosing):
         removed = [block.to(weight.device, weight.dtype).train(self.training) for block in self.mod_state.removed]
         return [*self.shared, *removed]
 
-    def forward(self, x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x_BND: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return all tokens after their recursions (B, N, D)."""
         config = self.mod_state.config
         record = self.mod_record
@@ -298,7 +302,7 @@ class Cycle(Choosing):
         self,
         number: int,
         recursion: int,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         x_BND: Tensor,
         y: Tensor,
         routing: Routing,

@@ -345,7 +345,7 @@ def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
     names = {module: name for name, module in model.named_modules()}
     earlier = [(module, type(module), vars(module).copy()) for module in names]
     # Tables of submodules and hooks, which stay the same objects: handles of hooks refer to them.
-    tables: list[dict[Any, Any]] = []
+    tables: list[dict[object, object]] = []
     for _, _, attributes in earlier:
         # Torch's own are of these two classes; one of another class, such as a cache, is the model's own matter.
         tables += [table for table in attributes.values() if type(table) in (dict, OrderedDict)]

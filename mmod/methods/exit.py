@@ -119,7 +119,7 @@ class ExitHead(Added):
             self.copy_module(name)
         self.mod_emptied = False
 
-    def forward(self, x_BND: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def forward(self, x_BND: Tensor, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """Return what the model returns for the tokens after a block.
 
         Args:
@@ -152,11 +152,11 @@ class ExitCall(StackCall):
 
     def __init__(self, outer: StackCall) -> None:
         super().__init__(outer)
-        self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
+        self.inputs: tuple[tuple[object, ...], Mapping[str, object]] = ((), {})
         self.total = 0
         self.last_block = -1
         self.index_B: Tensor | None = None
-        self.answers: list[tuple[Tensor, Any]] = []
+        self.answers: list[tuple[Tensor, object]] = []
 
     def enter(self, x_BND: Tensor, number: int) -> None:
         """Note that a block runs on the remaining images."""
@@ -203,7 +203,7 @@ class ExitCall(StackCall):
             return rows
         return rows.new_zeros(self.total, *rows.shape[1:]).index_copy(0, self.index_B, rows)
 
-    def gather(self, output: Any) -> Any:
+    def gather(self, output: object) -> Any:
         """Return the output for all images, from the model's, which is right for those that remained to the end."""
         leaves, form = tree_flatten(output)
         for index_B, answer in self.answers:
@@ -331,7 +331,7 @@ class ExitModel(BlockOwner):
         return ExitCall(outer)
 
     def mod_run_in_call(
-        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, name: str, run: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Any:
         """Return the model's output for all images, each from the exit that it took.
 
@@ -344,7 +344,7 @@ class ExitModel(BlockOwner):
             kwargs = {**named, "labels": None}
             args = ()
 
-        def run_and_gather(*args: Any, **kwargs: Any) -> Any:
+        def run_and_gather(*args: object, **kwargs: object) -> Any:
             call = self.mod_owner.calls.value.running
             assert isinstance(call, ExitCall)
             call.inputs = (args, kwargs)
@@ -365,7 +365,7 @@ def _with_loss(model: Any, output: Any, labels: Tensor) -> Any:
     return output
 
 
-def _as_reset(converted: type[nn.Module], host_reset: Callable[..., Any]) -> Callable[..., Any]:
+def _as_reset(converted: type[nn.Module], host_reset: Callable[..., object]) -> Callable[..., Any]:
     """Return timm's `reset_classifier` as one that gives each exit a copy of the new classifier."""
 
     @functools.wraps(host_reset)

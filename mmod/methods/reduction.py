@@ -54,7 +54,7 @@ class Reduction(NamedTuple):
     """
 
     watch: Callable[[], AttentionIntercept]
-    reduce: Callable[[Tensor, Tensor | None, Any], Reduced | None]
+    reduce: Callable[[Tensor, Tensor | None, object], Reduced | None]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -77,7 +77,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
             return ()
         return ("",)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Run the host's block on the remaining tokens, and reduce them if it has a reduction."""
         state = self.mod_state
         check_once(self, x)
@@ -107,7 +107,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
             return span_pass.ends_for_head
         return span_pass.uninterrupted and state.number not in span_pass.read_blocks
 
-    def _mod_narrowed(self, arguments: dict[str, Any], rows: Remaining) -> dict[str, Any]:
+    def _mod_narrowed(self, arguments: dict[str, object], rows: Remaining) -> dict[str, Any]:
         """Return the block's arguments for the remaining tokens."""
         call = self.mod_state.call
         known = {*call.rows, *call.images, *call.shared, call.index_argument}
@@ -128,7 +128,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
             bias = rows.size_BK.log()[:, None, None, :]
         return call.with_mask(arguments, bias)
 
-    def _mod_reduce(self, x: Tensor, bound: dict[str, Any], span_pass: SpanPass, rows: Remaining) -> Tensor:
+    def _mod_reduce(self, x: Tensor, bound: dict[str, object], span_pass: SpanPass, rows: Remaining) -> Tensor:
         """Return the remaining tokens after the block."""
         state = self.mod_state
         call = state.call
@@ -181,7 +181,7 @@ class ReducedModel(BlockOwner):
             call.ends_for_head = call.uninterrupted and not _tokens_are_read(self, "norm")
         return call
 
-    def forward_head(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_head(self, *args: object, **kwargs: object) -> Any:
         """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the dropped ones."""
         call = self.mod_owner.calls.value.running
         restored = not (call.ends_for_head and call.has_begun)

@@ -185,7 +185,7 @@ class ResizingPatches(Mixin):
 
     mod_state: TargetSize
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the patches of the resized images."""
         return super().forward(resized(x, self.mod_state), *args, **kwargs)
 

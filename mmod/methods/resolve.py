@@ -49,7 +49,7 @@ def resolve_methods(
     if not entries:
         return ()
 
-    def resolved(name: str, fields: Mapping[str, Any]) -> RoutingConfig:
+    def resolved(name: str, fields: Mapping[str, object]) -> RoutingConfig:
         if "preset" in fields and depths and name in depths:
             # A depth that the preset names itself wins.
             fields = {"depth": depths[name], **fields}

@@ -191,7 +191,7 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         self.ragged = self.chosen = False
 
 
-def open_routed_layer(cache: Any, layer: int) -> None:
+def open_routed_layer(cache: object, layer: int) -> None:
     """Replace a dense cache layer by one of kept tokens, unless it was replaced before.
 
     Tokens that the dense layer holds, such as a prefix tuned by peft or a prompt read before routing, count as kept.

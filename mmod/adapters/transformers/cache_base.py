@@ -26,7 +26,7 @@ def cache_of(arguments: Arguments) -> Any:
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
-def with_cache(arguments: Arguments, cache: Any) -> dict[str, Any]:
+def with_cache(arguments: Arguments, cache: object) -> dict[str, Any]:
     """Return the arguments of a model or layer with another cache."""
     return {**{name: value for name, value in arguments.items() if name not in CACHE_NAMES}, CACHE: cache}
 
@@ -88,6 +88,6 @@ def with_empty_slots(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
     return position_BK.masked_fill(~valid_BK, EMPTY)
 
 
-def has_chosen(cache: Any) -> bool:
+def has_chosen(cache: object) -> bool:
     """Return whether cached tokens competed for selection."""
     return any(isinstance(layer, RoutedCacheLayer) and layer.chosen for layer in getattr(cache, "layers", ()))

@@ -35,7 +35,7 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
     values: Any
     _by_sample = ("keys", "values", "position_BS", "kept_B1")
 
-    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
+    def __init__(self, max_cache_len: int, **kwargs: object) -> None:
         super().__init__(max_cache_len=max_cache_len, **kwargs)
         self.position_BS: Tensor | None = None
         self.kept_B1 = 0
@@ -75,7 +75,9 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
             return torch.cat([self.position_BS, position_BK], dim=1)
         return self.position_BS.index_copy(1, self._next_slots(slots), position_BK)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, K, E) of the announced tokens and return the visible ones (B, H, L, E).
 
         These are the prompt's in prefill, and all slots in decoding.

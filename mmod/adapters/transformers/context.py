@@ -31,7 +31,7 @@ class KeepingCache:
     kept: tuple[Tensor, Tensor] | None = None
     ends: bool = False
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, N, E) of new tokens; return those of all tokens."""
         if self.kept is None:
             if self.cache is None:
@@ -47,7 +47,7 @@ class KeepingCache:
 def keys_of_all(
     layer: nn.Module,
     projections: Sequence[Projection],
-    forward: Callable[..., Any],
+    forward: Callable[..., object],
     arguments: Arguments,
     mask: Tensor | None,
     x_BND: Tensor,
@@ -70,7 +70,7 @@ def keys_of_all(
 
 def attend_to_captured(
     projections: Sequence[Projection],
-    forward: Callable[..., Any],
+    forward: Callable[..., object],
     narrowed: Arguments,
     z_BKD: Tensor,
     captured: tuple[Tensor, Tensor],

@@ -183,7 +183,7 @@ class GroupReader:
         if outermost or labels is not None:
             self.running.value.labels_BN = labels
 
-    def drop_labels(self, *call: Any) -> None:
+    def drop_labels(self, *call: object) -> None:
         """Forget the labels of a call that ends."""
         self.running.value.labels_BN = None
 
@@ -402,7 +402,7 @@ class GroupReader:
                 f"without past_key_values or prefill_chunk_size, or {advice}"
             )
 
-    def _check_numbers(self, arguments: Arguments, cache: Any) -> None:
+    def _check_numbers(self, arguments: Arguments, cache: object) -> None:
         """Refuse a cache in which layers would not find their own keys and values, as after some were cut out."""
         config: Any = self.text.config
         if not uses_cache(arguments, config):

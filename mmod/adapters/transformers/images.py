@@ -73,7 +73,7 @@ class Frames(NamedTuple):
 class ImageTokens:
     """Finds the image tokens of a model whose config names them; a text model's names none."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: object) -> None:
         tokens = {kind: getattr(config, f"{name}_token_id", None) for name, kind in KINDS.items()}
         self.ids = {kind: int(token) for kind, token in tokens.items() if token is not None}
         vision = getattr(config, "vision_config", None)

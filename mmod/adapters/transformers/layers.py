@@ -81,7 +81,7 @@ class DecoderLayerCall(BlockCall):
             return ("kept",)
         return ("kept", "all")
 
-    def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return the arguments by name, including those that the layer only passes on."""
         return dict(by_name(self.names, args, kwargs))
 
@@ -126,7 +126,7 @@ class DecoderLayerCall(BlockCall):
     def attend_to_all(
         self,
         block: nn.Module,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         arguments: Arguments,
         x_BND: Tensor,
         z_BKD: Tensor,
@@ -161,7 +161,7 @@ class DecoderLayerCall(BlockCall):
         if collected is not None and "attentions" in collected and self.config._attn_implementation == "eager":
             collected["attentions"].append(x_BND.new_zeros(x_BND.shape[0], self.config.num_attention_heads, 0, 0))
 
-    def begin_whole(self, args: tuple[Any, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
+    def begin_whole(self, args: tuple[object, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
         """Return the arguments of a call in which all tokens run, see `BlockCall.begin_whole`."""
         # Python overhead dominates decoding.
         if not args and self.hides_nothing(kwargs):

@@ -59,10 +59,10 @@ class _HostGenerate:
     others replace `generate` on the model.
     """
 
-    def __get__(self, model: Any, owner: type | None = None) -> Any:
+    def __get__(self, model: nn.Module, owner: type | None = None) -> Any:
         if model is None:
             return self
-        host_generate: Callable[..., Any] = super(DescribedModel, model).generate  # type: ignore[misc]
+        host_generate: Callable[..., object] = super(DescribedModel, model).generate  # type: ignore[misc]
         return functools.update_wrapper(functools.partial(_generate, model, host_generate), host_generate)
 
 
@@ -75,7 +75,7 @@ class DescribedModel(Mixin):
     mod_keeps_name = True
     config: Any
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Create a dense model if the class of a routed one is called with a config."""
         if args or kwargs:
             return host_of(cls)(*args, **kwargs)
@@ -96,7 +96,7 @@ class DescribedModel(Mixin):
         changed = {type(module).__name__ for module in _changed_modules(self) if is_converted(module)}
         vars(self)["_no_split_modules"] = set(names) - changed
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
+    def init_continuous_batching(self, *args: object, **kwargs: object) -> None:
         """Refuse continuous batching."""
         raise ValueError(
             "a routed model does not support continuous batching (generate_batch): its layers keep different tokens, "
@@ -105,7 +105,7 @@ class DescribedModel(Mixin):
 
     generate = _HostGenerate()
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *args: object, **options: object) -> None:
         """Save the model as its host does, with its methods in config.json."""
         host: Any = super()
         if options.get("distributed_checkpoint"):
@@ -162,7 +162,7 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
         return host_generate(inputs, *args, **options)
 
 
-def describe_methods(model: nn.Module, methods: tuple[Any, ...]) -> None:
+def describe_methods(model: nn.Module, methods: tuple[object, ...]) -> None:
     """Make a changed model, and models inside it with changed modules, save their methods; none make them dense."""
     for module in [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]:
         if methods and (_changed_modules(module) or model_hooks(module)):
@@ -209,7 +209,7 @@ def _check_depth(model: nn.Module) -> None:
             )
 
 
-def _described_config(config: Any, described: dict[str, Any]) -> Any:
+def _described_config(config: object, described: dict[str, object]) -> Any:
     """Return a copy of a config that also writes the description, and the code that opens the folder."""
 
     def to_json_file(self: Any, json_file_path: str, use_diff: bool = True) -> None:
@@ -229,7 +229,7 @@ def _described_config(config: Any, described: dict[str, Any]) -> Any:
     return twin
 
 
-def _refuse_dense(values: dict[str, Any]) -> None:
+def _refuse_dense(values: dict[str, object]) -> None:
     """Put the refusal into a config and the configs inside it, which classes of submodels read."""
     values[WEIGHTS_FIELD] = REFUSAL
     for value in values.values():
@@ -251,7 +251,7 @@ ChangeModel = Callable[[Any, Mapping[str, Any]], None]
 """Changes a model as a description of a saved one says."""
 
 
-def take_description(config: Any, folder: str | Path) -> dict[str, Any]:
+def take_description(config: object, folder: str | Path) -> dict[str, Any]:
     """Remove and return from a config how its model was changed: `methods` and `proofs`, plain untrusted values.
 
     The config of the dense model remains.
@@ -290,7 +290,12 @@ def forget_description(config: Any) -> None:
 
 
 def load(
-    folder: str | Path, change: ChangeModel, *args: Any, model_class: Any = None, config: Any = None, **options: Any
+    folder: str | Path,
+    change: ChangeModel,
+    *args: object,
+    model_class: Any = None,
+    config: object = None,
+    **options: object,
 ) -> Any:
     """Load a changed model that its `save_pretrained` saved.
 
@@ -305,19 +310,19 @@ def load(
         dense = _class_of(folder)
     else:
         dense = host_of(model_class)
-    descriptions: list[dict[str, Any]] = []
+    descriptions: list[dict[str, object]] = []
     added: set[str] = set()
 
     class Configs:
         """Reads the config of the dense model."""
 
         @staticmethod
-        def from_pretrained(*args: Any, **options: Any) -> Any:
+        def from_pretrained(*args: object, **options: object) -> Any:
             read = dense.config_class.from_pretrained(*args, **options)
             descriptions.append(take_description(read[0], folder))
             return read
 
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def build(self: Any, config: object, *args: object, **kwargs: object) -> None:
         # The host's code must not see the class that only opens the folder: models ask for their own.
         self.__class__ = dense
         dense.__init__(self, config, *args, **kwargs)

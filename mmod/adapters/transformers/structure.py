@@ -46,14 +46,14 @@ def source_of(arguments: Arguments) -> Tensor:
     return source
 
 
-def sees_both_ways(config: Any) -> bool:
+def sees_both_ways(config: object) -> bool:
     """Return whether a config makes the attention of a language model bidirectional."""
     # Gemma 4 lets "vision" tokens alone see both ways, by its own mask.
     both_ways = getattr(config, "use_bidirectional_attention", False) in (True, "all")
     return both_ways or not getattr(config, "is_causal", True)
 
 
-def uses_cache(arguments: Arguments, config: Any) -> bool:
+def uses_cache(arguments: Arguments, config: object) -> bool:
     """Return whether a language model fills a cache, one that it got or one of its own."""
     use_cache = arguments.get("use_cache")
     if use_cache is None:

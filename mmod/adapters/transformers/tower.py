@@ -69,7 +69,7 @@ class TowerReader:
         # Features begin with all tokens of a tower, or without the first; else with the first patch.
         strategy = getattr(entry.config, "vision_feature_select_strategy", "")
         self.first = {"full": 0, "default": 1}.get(strategy, stack.prefix)
-        self.noted: PerThread[list[Any]] = PerThread(list)
+        self.noted: PerThread[list[object]] = PerThread(list)
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
@@ -81,7 +81,7 @@ class TowerReader:
         if any(pixels_of(arguments, name) is not None for name in KINDS):
             self.forget()
 
-    def drop_behind(self, module: nn.Module, arguments: Arguments, output: Any) -> None:
+    def drop_behind(self, module: nn.Module, arguments: Arguments, output: object) -> None:
         """Drop what was noted, after a call."""
         self.forget()
 
@@ -228,7 +228,7 @@ class TowerImportance(TowerReader):
         return torch.cat(means)
 
 
-def _last_used(config: Any, layers: int) -> int:
+def _last_used(config: object, layers: int) -> int:
     """Return the index of the last of a tower's layers that features come from."""
     chosen = getattr(config, "vision_feature_layer", None)
     if chosen is None:
@@ -250,7 +250,7 @@ class TowerPixels(TowerReader):
         ValueError: See `TowerReader`, or patches have no pixels of their own.
     """
 
-    def __init__(self, entry: Any, stack: BlockStack, score: Score) -> None:
+    def __init__(self, entry: object, stack: BlockStack, score: Score) -> None:
         super().__init__(entry, stack, f"router={score.name!r}", FIRST)
         self.score = score
         source = stack.rows or stack.grid
