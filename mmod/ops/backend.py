@@ -125,10 +125,10 @@ def op(*kernels: Kernel, how: str, name: str = "") -> Callable[[Callable[P, Resu
 def torch_op(
     name: str,
     schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
+    run: Callable[..., object],
+    fake: Callable[..., object],
     save: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
+    backward: Callable[..., object] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> CustomOpDef:
     """Register a torch operation `mmod::name`, which graphs hold as one node.
@@ -141,7 +141,7 @@ def torch_op(
         flops: Returns the FLOPs, from the operation's arguments and the keyword `out_val`, its results.
     """
 
-    def trace(*args: Any) -> Any:
+    def trace(*args: object) -> Any:
         # FLOPs may be counted in a trace, before any operation has run.
         if flops is not None:
             register_flops()
@@ -167,7 +167,7 @@ def kernel_op(
     """
     module, _, name = path.partition(".")
 
-    def launch(*args: Any) -> Any:
+    def launch(*args: object) -> Any:
         if name in FLOPS:
             register_flops()
         results = fake(*args)
@@ -231,7 +231,7 @@ def _forcing(backends: Mapping[str, Backend]) -> Iterator[None]:
         forced = previous
 
 
-def choose(name: str, /, *args: Any, **kwargs: Any) -> Kernel | None:
+def choose(name: str, /, *args: object, **kwargs: object) -> Kernel | None:
     """Return the kernel of an op that runs, or None for its definition in torch operations.
 
     Args:
@@ -269,14 +269,14 @@ def choose(name: str, /, *args: Any, **kwargs: Any) -> Kernel | None:
     raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {others}")
 
 
-def _main(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _main(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
     """Return the first argument of an op: the tensor whose device and dtype decide."""
     if args:
         return args[0]
     return next(iter(kwargs.values()))
 
 
-def _automatic(entry: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kernel | None:
+def _automatic(entry: Op, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Kernel | None:
     """Return the kernel that AUTO takes, or None for the definition."""
     tensor = _main(args, kwargs)
     # Exported programs must run without this library, and kernels have no rules for torch.func transforms.
@@ -295,7 +295,7 @@ def _preferred(kernel: Kernel, dtype: torch.dtype) -> bool:
     return kernel.compiled or not torch.compiler.is_compiling()
 
 
-def _refusal(kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def _refusal(kernel: Kernel, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
     """Return why a kernel does not support these inputs, or None if it does."""
     tensor = _main(args, kwargs)
     reason = _machine_refusal(kernel, tensor.device, tensor.dtype)

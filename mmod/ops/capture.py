@@ -182,7 +182,7 @@ class capture_inputs(AttentionIntercept):
             raise unseen_attention("tokens cannot be ranked by it")
         return self._row
 
-    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+    def replace(self, func: Callable[..., object]) -> Callable[..., Any] | None:
         """Read products of queries and keys too."""
         if func in _PRODUCTS:
             return partial(self._multiply, func)

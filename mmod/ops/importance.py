@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -340,7 +340,9 @@ def _with_kernels(
     return out, _mean(total_BN, heads, tokens, valid_BN)
 
 
-def _fits_fused(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, *_: Any) -> bool:
+def _fits_fused(
+    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, *_: object
+) -> bool:
     """Return whether torch's fused attention on a GPU takes these inputs, and the kernel that sums columns."""
     width = q_BHNE.shape[-1]
     fits = q_BHNE.is_cuda and width <= _WIDEST and width % 8 == 0
@@ -348,7 +350,7 @@ def _fits_fused(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | N
     return fits and alike and mask is None and not dropout
 
 
-def _fits_own(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, *_: Any) -> bool:
+def _fits_own(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, *_: object) -> bool:
     """Return whether our own kernel of attention takes these inputs."""
     of_pairs = False
     if mask is not None:

@@ -98,7 +98,7 @@ class AttentionIntercept(TorchFunctionMode):
         by: Callable[[AttentionCall], Tensor] | None = None,
         before_softmax: Callable[[Tensor], Tensor | None] | None = None,
         after_softmax: Callable[[Tensor, Tensor], None] | None = None,
-        other: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+        other: tuple[Callable[..., object], Callable[..., object]] | None = None,
         unseen: str = "",
     ) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class AttentionIntercept(TorchFunctionMode):
         self._seen += 1
         return self._seen - 1 in self.cross
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, forward: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """Call a function inside the mode.
 
         Raises:
@@ -133,7 +133,7 @@ class AttentionIntercept(TorchFunctionMode):
         func: Callable[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Replace some calls, read the maps of a host's softmax, and pass all other calls through."""
         replacement = self.replace(func)
@@ -145,12 +145,12 @@ class AttentionIntercept(TorchFunctionMode):
             self.observe(args[0], result)
         return result
 
-    def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, func: Callable[..., object], *args: object, **kwargs: object) -> Any:
         # A mode is off while it handles a call. What stands in the place of torch's functions runs as in the host.
         with self:
             return func(*args, **kwargs)
 
-    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+    def replace(self, func: Callable[..., object]) -> Callable[..., Any] | None:
         """Return the replacement of a function, or None to call the function itself."""
         if func is SDPA:
             return self._attend

@@ -34,7 +34,7 @@ def multihead_attention(
     training: bool = True,
     attn_mask: Tensor | None = None,
     need_weights: bool = True,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Compute `torch.nn.functional.multi_head_attention_forward` through calls that can be replaced.
 

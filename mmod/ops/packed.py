@@ -224,7 +224,7 @@ def _empty_results(q_THE: Tensor, *unused: object) -> tuple[Tensor, Tensor]:
     return q_THE.new_empty(q_THE.shape), q_THE.new_empty(heads, rows, dtype=torch.float32)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     q_THE, k_THE, v_THE, start, longest, valid, is_causal, scale = inputs
     ctx.save_for_backward(q_THE, k_THE, v_THE, *output, start, valid)
     ctx.settings = longest, is_causal, scale
@@ -371,7 +371,7 @@ def _padded(
 
 
 def _is_small(
-    width: int, q_THE: Tensor, k: Tensor, v: Tensor, start: Tensor, longest: int, dropout: float, *_: Any
+    width: int, q_THE: Tensor, k: Tensor, v: Tensor, start: Tensor, longest: int, dropout: float, *_: object
 ) -> bool:
     """Return whether heads have at most so many channels, and nothing is dropped."""
     return q_THE.shape[-1] <= width and not dropout

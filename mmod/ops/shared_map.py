@@ -173,6 +173,6 @@ class _SharedAttention(torch.autograd.Function):
     backward = staticmethod(_backward)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
         _save(ctx, inputs, output)

@@ -5,8 +5,6 @@ Axes: T rows of all images, S sequences, H heads, E channels of a head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -86,7 +84,7 @@ def attend_rows_backward(
     tile = choose_tiles(width, q_THE.dtype, backward=True)
     sequences = start.shape[0] - 1
     sources = (start, valid, *_strides(q_THE, k_THE, v_THE), heads, heads // shared)
-    options: dict[str, Any] = {"width": width, "CAUSAL": is_causal, **tile.options()}
+    options: dict[str, object] = {"width": width, "CAUSAL": is_causal, **tile.options()}
     queries = out.shape[0]
     blocks_q = triton.cdiv(longest, tile.queries)
     blocks_k = triton.cdiv(longest, tile.keys)
