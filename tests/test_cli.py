@@ -51,10 +51,10 @@ def words_of(command: str) -> list[str]:
 CHAT = "train chat vlm/own-conversations --output /dev/null/run --model.config null --model.processor null"
 EARLY = {
     "train image digits/dense --output /dev/null/run --model.checkpoint nowhere": "no checkpoint at 'nowhere'",
-    "train image digits/dense --routing.preset nope": "preset must be one of 'a-mod', ",
+    "train image digits/dense --routing.preset nope": "preset 'nope' is unknown; ToMe, ",
     "tradeoff my-model --dense runs/nope": "no run or config file at 'runs/nope'",
     "tradeoff my-model --dense.model.checkpoint nope": "no checkpoint at 'nope': name the dense model's training run",
-    "tradeoff digits --routers.mod.preset nope": "preset must be one of 'a-mod', ",
+    "tradeoff digits --routers.mod.preset nope": "preset 'nope' is unknown; ToMe, ",
     "advise runs/nope --images docs": "no run or model at 'runs/nope'",
     "advise tests/kitt --images docs": "no run or model at 'tests/kitt'; near ones: tests/kit",
     # What is wrong twice is told at once.

@@ -211,10 +211,10 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (
         lambda m: mmod.route_(m, "tome"),
         ValueError,
-        r"^'tome' is no preset; .* mmod\.apply_\(model, mmod\.methods\.Merge.*: \[{kind: merge, r: 8}\]; valid ones",
+        r"^preset 'tome' is unknown; .* mmod\.apply_\(model, mmod\.methods\.Merge.*: \[{kind: merge, r: 8}\]; valid",
     ),
-    (lambda m: mmod.apply_(m, "merge"), ValueError, r"^'merge' is no preset; ToMe, .* are methods: mmod\.apply_"),
-    (lambda m: mmod.apply_(m, "Prune"), ValueError, r"^'Prune' is no preset; ToMe, .* are methods: mmod\.apply_"),
+    (lambda m: mmod.apply_(m, "merge"), ValueError, r"^preset 'merge' is unknown; ToMe, .* are methods: mmod\.apply_"),
+    (lambda m: mmod.apply_(m, "Prune"), ValueError, r"^preset 'Prune' is unknown; .* are methods: mmod\.apply_"),
     (lambda m: mmod.route_(m, "evenly-spread"), ValueError, r"remove language\.tokens, or the preset that sets it"),
     (lambda m: mmod.score("duplicate", std=(58, 57, 57)), ValueError, r"std must be .* in \(0, 1\].*58"),
     (lambda m: mmod.flops(m, 70), ValueError, r"this VisionTransformer cannot take image \(3, 70, 70\): "),

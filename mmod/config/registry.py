@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold, spelled
-from mmod.names import near_names, similar
+from mmod.names import near_names
 from mmod.values import brief, check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -26,13 +26,10 @@ AnyScore = TypeVar("AnyScore", bound=Score)
 class Registry(Generic[Entry]):
     """Entries by name; `homes` register those of this package, and are imported when a name is unknown."""
 
-    def __init__(
-        self, noun: str, homes: Sequence[str], register: str, others: str = "", other_names: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, noun: str, homes: Sequence[str], register: str, others: str = "") -> None:
         self._noun = noun
-        # What is no entry, and where it is; and names of it.
+        # What is no entry, and where it is.
         self._others = others
-        self._other_names = other_names
         self._homes = homes
         self._register = register
         self._entries: dict[str, Entry] = {}
@@ -63,15 +60,12 @@ class Registry(Generic[Entry]):
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
             elsewhere = f"for a name of another package, import the module that calls mmod.{self._register}"
-            near = near_names(name, self)
-            if similar(name, self._other_names, cutoff=1.0):
-                told = [f"{name!r} is no {self._noun}", self._others, f"valid ones are {valid}"]
-            elif near:
-                # A misspelt name first, which few read behind a long list.
-                told = [f"{self._noun} {name!r} is unknown; {near}", f"valid ones are {valid}", elsewhere]
-            else:
-                told = [f"{self._noun} must be one of {valid}, got {name!r}", self._others, elsewhere]
-            raise ValueError("; ".join(filter(None, told)))
+            told = [f"{self._noun} must be one of {valid}, got {name!r}", elsewhere]
+            hints = [hint for hint in (near_names(name, self), self._others) if hint]
+            if hints:
+                # What may be meant first, which few read behind a long list.
+                told = [f"{self._noun} {name!r} is unknown", *hints, f"valid ones are {valid}", elsewhere]
+            raise ValueError("; ".join(told))
 
     def __iter__(self) -> Iterator[str]:
         self._import_homes()
@@ -120,8 +114,6 @@ METHODS_ELSEWHERE = (
     "methods: [{kind: merge, r: 8}]"
 )
 """What no option of a routing and no preset is, for messages."""
-METHOD_NAMES = ("merge", "prune", "exit", "resize", "experts", "recursions", "channels")
-"""Kinds of methods beside routing. Their registry imports torch, which the refusal of a name can do without."""
 
 SCORES: Registry[type[Score]] = Registry("router", ("mmod.routing.score",), "register_score")
 PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
@@ -129,7 +121,6 @@ PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
     ("mmod.planning.presets",),
     "register_preset",
     METHODS_ELSEWHERE,
-    METHOD_NAMES,
 )
 LOSSES: Registry[Loss] = Registry("a loss", ("mmod.losses",), "register_loss")
 

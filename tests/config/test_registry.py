@@ -135,7 +135,7 @@ def test_a_script_that_imports_itself_registers_its_names_once(monkeypatch: pyte
 @pytest.mark.parametrize("names", [registry.SCORES, registry.PRESETS, registry.LOSSES])
 @pytest.mark.parametrize("name", ["unknown", "", None, ["stride"], 3])
 def test_an_unknown_name_is_refused_with_every_registered_one(names: registry.Registry[object], name: object) -> None:
-    with pytest.raises(ValueError, match=r"must be one of|is unknown; near ones: ") as error:
+    with pytest.raises(ValueError, match=r"must be one of|is unknown; ") as error:
         names[name]  # type: ignore[index]
     assert all(repr(valid) in str(error.value) for valid in names)
     assert repr(name) in str(error.value)

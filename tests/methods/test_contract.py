@@ -437,5 +437,5 @@ def test_every_method_of_this_package_is_no_preset() -> None:
     kinds = [kind for kind in METHODS if METHODS[kind].__module__.startswith("mmod.") and kind != "routing"]
     assert len(kinds) >= 7
     for kind in kinds:
-        with pytest.raises(ValueError, match=f"^'{kind}' is no preset; ToMe, pruning and the like are methods"):
+        with pytest.raises(ValueError, match=f"^preset '{kind}' is unknown; .*ToMe, pruning and the like are methods"):
             mmod.preset(kind)
