@@ -160,19 +160,26 @@ def identity_of(run_config: RunConfig) -> dict[str, Any]:
 
 
 def weight_sums(checkpoint: str) -> list[str]:
-    """Return the checksums of the files that hold weights; of weights on a hub there are none."""
+    """Return the checksums of the files that hold weights, and of those in their folder that say what these are of.
+
+    Of weights on a hub, which are not here before they are first used, there are none: their name stands for them.
+    """
     # A host's folder may have several files, of which the host chooses.
-    files = _weights_in(Path(checkpoint))
+    files = _model_in(Path(checkpoint))
     if not files:
         # Of a name on a hub there is nothing to find.
         with suppress(FileNotFoundError):
             path = find_weights(checkpoint)
-            files = [path] if path.is_file() else _weights_in(path)
+            files = [path] if path.is_file() else _model_in(path)
     return [_sha256(file, file.stat().st_mtime_ns) for file in files]
 
 
-def _weights_in(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+def _model_in(folder: Path) -> list[Path]:
+    """Return the files of a model in a folder: weights, configs, and what prepares its inputs; none without weights."""
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if not weights:
+        return []
+    return sorted([*weights, *folder.glob("*.json")])
 
 
 @functools.lru_cache

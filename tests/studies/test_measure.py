@@ -172,6 +172,24 @@ def test_other_weights_in_the_same_place_are_another_model(
     assert first["config"] == second["config"]
 
 
+def test_weights_with_another_description_are_another_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    described = tmp_path / "config.json"
+    models: dict[str, dict[str, Any]] = {
+        "image": {"name": str(tmp_path), "pretrained": True},
+        "chat": {"checkpoint": str(tmp_path)},
+        "pairs": {"name": "config", "config": str(described), "checkpoint": str(tmp_path / "model.safetensors")},
+    }
+    data = {"chat": {"train": "conversations.jsonl"}}
+    for kind, model in models.items():
+        config = config_class(kind).from_dict({"output": "run", "model": model, "data": data.get(kind, {})})
+        identities = []
+        for content in ("{}", '{"mean": 0.5}'):
+            described.write_text(content)
+            identities.append(identity_of(config))
+        assert identities[0] != identities[1]
+
+
 def _placed(value: object, places: Mapping[str, str]) -> object:
     if not isinstance(value, str):
         return value

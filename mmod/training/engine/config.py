@@ -100,7 +100,7 @@ class StartConfig(Checked, group="model"):
 
     @property
     def weights(self) -> dict[str, str]:
-        """Where starting weights are read from that may be others tomorrow, by key: files, folders, and checkpoints."""
+        """What the model starts from that may be another one tomorrow, by key: files, folders, and checkpoints."""
         return {} if self.checkpoint is None else {"checkpoint": self.checkpoint}
 
     def started_from(self, checkpoint: str | None) -> Self:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from mmod.data.config import PairsConfig
+from mmod.io.configs import find_config
 from mmod.io.files import is_of_transformers
 from mmod.opening.runs import LOCAL
 from mmod.training.engine.config import LoopConfig, StartConfig
@@ -52,11 +53,16 @@ class ModelConfig(StartConfig):
 
     @property
     def weights(self) -> dict[str, str]:
-        """Where starting weights are read from: a file instead of a published tag too, and the folder of the model."""
+        """Where starting weights are read from: a file instead of a published tag too, and the folder of the model.
+
+        And the file that describes the model, which weights alone do not.
+        """
+        paths = {}
+        if self.config is not None:
+            paths["config"] = str(find_config(self.config))
         # All weights come from a checkpoint if there is one.
         if self.checkpoint is not None:
-            return super().weights
-        paths = {}
+            return {**paths, **super().weights}
         folder = self.name.removeprefix(LOCAL)
         if self.pretrained is not None:
             if Path(self.pretrained).exists():
