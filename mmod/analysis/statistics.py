@@ -438,8 +438,7 @@ def unbeaten(
     """Return the names than which none that is as cheap is better; `is_better` may hold for clear differences alone."""
     names = []
     for name in costs:
-        rivals = as_cheap(costs, name, tolerance)
-        if not any(is_better(other, name) for other in rivals):
+        if not any(is_better(other, name) for other in as_cheap(costs, name, tolerance)):
             names.append(name)
     return names
 

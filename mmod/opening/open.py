@@ -1,6 +1,7 @@
 """The one way from a name to a model: what a name may be, and which library makes its model.
 
-Libraries are imported when one of their models is opened.
+Libraries are imported when one of their models is opened. Only entries of hosts' own registries (`mmod/registry/`) are
+made by the factory of the host, which calls them.
 """
 
 from __future__ import annotations

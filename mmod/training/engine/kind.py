@@ -85,6 +85,8 @@ class Kind(Protocol):
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model with published weights, or random ones, on the CPU; it fits the data.
 
+        The config names the model, which the kind opens by `mmod.open_model`: so nobody opens one beside its config.
+
         Without `weights` it is a sketch or a teacher's: names and sizes count alone.
         """
 
@@ -132,7 +134,11 @@ class LoopKind(Kind, Protocol):
         """
 
     def task(self, model: nn.Module, teacher: nn.Module | None) -> Task:
-        """Create the training objective of a model, on its device, and its frozen teacher."""
+        """Create the training objective of a model, on its device, and its frozen teacher.
+
+        It is a module, and no function of model and batch: distributed training wraps one, the teacher moves with it,
+        and batches of a step may need each other, as those of pairs do, which share their negatives.
+        """
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a model into a folder that does not exist yet, as its host reads it, or `mmod.load_pretrained`."""

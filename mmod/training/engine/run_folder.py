@@ -301,7 +301,8 @@ def _files_of(config: RunConfig) -> dict[Use, str]:
 def _check_files(config: RunConfig) -> None:
     """Raise a ValueError if a run that goes on would read other files than it began with, as far as it recorded some.
 
-    Files that are missing are told by what opens them.
+    Files that are missing are told by what opens them. Every process looks, since nodes may have copies of their own,
+    and before the reader, which lists the folders once more: another run's data are refused before a model is made.
     """
     path = Path(config.output) / _FILES
     if not path.exists():
