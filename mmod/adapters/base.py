@@ -385,7 +385,7 @@ class NamedArguments(CallForm, BlockCall):
         # Last, because a bias turns a mask of truth values into numbers.
         return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
 
-    def of_images(self, name: str, value: object, image_S: Tensor, images: int) -> Any:
+    def of_images(self, name: str, value: object, image_S: Tensor, images: int) -> object:
         """Return an argument for some of the images; what is the same for all is unchanged."""
 
         def select(leaf: object) -> Any:

@@ -101,7 +101,7 @@ class _Begun:
         self.first = batch[0] if batch else None
         self._begun: Iterator[object] | None = itertools.chain(batch, begun)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         begun, self._begun = self._begun, None
         if begun is None:
             return iter(self._batches)

@@ -96,12 +96,12 @@ class _HandsOn(nn.Module):
         return vars(self)["output"]
 
 
-def _head_of_timm(model: Any, x_BND: Tensor, *args: object, **kwargs: object) -> Any:
+def _head_of_timm(model: Any, x_BND: Tensor, *args: object, **kwargs: object) -> object:
     """Return what a timm model's head makes of tokens; it runs instead of a forward that adds tokens of its own."""
     return model.forward_head(model.norm(x_BND))
 
 
-def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
+def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> object:
     """Return a module of the host's class with a module's attributes and weights, and without its hooks."""
     host: Any = host_class(module)
     clone = host.__new__(host)

@@ -274,7 +274,7 @@ def _begin_captions(
         started.read_B1 = transformer.text_global_pool(position_BL.unsqueeze(-1), text_BL, pool, eos_token_id=eos)
 
 
-def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, object]:
     """Return what `build` needs to rebuild the model.
 
     Args:

@@ -158,7 +158,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Arguments | None = None
-    ) -> Any:
+    ) -> object:
         """Note a function that reads the output of the last block."""
         if self._output is not None and any(value is self._output for value in tree_leaves((args, kwargs))):
             self.read.add(len(self.calls) - 1)
@@ -319,7 +319,7 @@ def _check_windows(windows: Segments, call: _Call, model: nn.Module, blocks: str
         )
 
 
-def _as_batch(call: _Call) -> tuple[Tensor, dict[str, Any]]:
+def _as_batch(call: _Call) -> tuple[Tensor, dict[str, object]]:
     """Return the first tokens of each image of one sequence as a batch, with its arguments."""
     tokens = call.x.shape[-2]
     images = call.two_images
@@ -378,7 +378,7 @@ def runnable(tensor: Tensor) -> Tensor:
     return plain
 
 
-def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[dict[str, Any]]:
+def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[dict[str, object]]:
     """Return inputs of two images that a model may take, the likeliest first; "" is the first argument."""
     names = parameters_of(model)
     pixels = next((name for name in PIXELS if name in names), "")
@@ -410,7 +410,7 @@ def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[
         yield {pixels: _draw(*image)}
 
 
-def _for_two_images(example: Arguments, names: Sequence[str]) -> dict[str, Any]:
+def _for_two_images(example: Arguments, names: Sequence[str]) -> dict[str, object]:
     """Return an example for two images: other images, and what goes with those of the example.
 
     Args:
@@ -422,7 +422,7 @@ def _for_two_images(example: Arguments, names: Sequence[str]) -> dict[str, Any]:
     images = example[first]
     batch = len(images) if images.ndim else 0
 
-    def repeat(leaf: object) -> Any:
+    def repeat(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         if batch and leaf.ndim > 0 and len(leaf) == batch:
@@ -441,7 +441,7 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(2, *shape, dtype=torch.float32)
 
 
-def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
+def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, object]]:
     """Return the patches of two images, one behind the other in an argument, as Qwen's towers take them."""
     # Twice the side of windows, so that blocks with windows show.
     window = getattr(model, "window_size", 0) // getattr(model, "patch_size", 1)
@@ -458,7 +458,7 @@ def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
         yield {name: torch.randn(2 * side**2, *patch, dtype=torch.float32), GRIDS: grid, **merged}
 
 
-def _packed_patches(model: Any) -> dict[str, Any]:
+def _packed_patches(model: Any) -> dict[str, object]:
     """Return patches in rows, with their grid beside them, as SigLIP 2 takes images of any shape."""
     config = getattr(model.config, "vision_config", model.config)
     side = int(config.num_patches**0.5)

@@ -30,7 +30,7 @@ def redrawn(inputs: BlockInputs) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     tokens = inputs.x_BND.shape[1]
 
-    def redraw(leaf: object) -> Any:
+    def redraw(leaf: object) -> object:
         if not isinstance(leaf, Tensor) or not leaf.ndim:
             return leaf
         of_images = len(leaf) == 2

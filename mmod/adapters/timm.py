@@ -147,7 +147,7 @@ def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
     )
 
 
-def describe(model: nn.Module, architecture: str | Mapping[str, object] | None = None) -> dict[str, Any]:
+def describe(model: nn.Module, architecture: str | Mapping[str, object] | None = None) -> dict[str, object]:
     """Return what `build` needs to rebuild the model.
 
     Args:

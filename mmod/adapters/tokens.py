@@ -201,7 +201,7 @@ def forget(model: nn.Module) -> None:
         vars(module).pop(_PROOF, None)
 
 
-def proofs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+def proofs_of(model: nn.Module) -> dict[str, dict[str, object]]:
     """Return how the blocks of a changed model are called, as plain values by the name of their list."""
     return {name: vars(module)[_PROOF].to_dict() for name, module in model.named_modules() if _PROOF in vars(module)}
 

@@ -58,7 +58,7 @@ GATED = ""
 
 def weigh_branch(
     gate_BK: Tensor | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+) -> object:
     """Run a branch whose output is weighed (B, K) before the residual sum, the first one of a tuple; None for 1."""
     output = forward(*args, **kwargs)
     if gate_BK is None:
@@ -149,7 +149,7 @@ def return_zeros(
     forward: Callable[..., object],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-) -> Any:
+) -> object:
     """Return zeros instead of an update of tokens.
 
     Args:

@@ -57,10 +57,10 @@ class Mixin(nn.Module):
 class Container(Mixin):
     """Mixin of a host that may run its children in turn: the modules that a method added are none of them."""
 
-    def _mod_children(self) -> list[Any]:
+    def _mod_children(self) -> list[object]:
         return [module for name, module in self._modules.items() if name not in self.mod_added_modules]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         """Return the host's children."""
         return iter(self._mod_children())
 
@@ -68,7 +68,7 @@ class Container(Mixin):
         """Return the number of the host's children."""
         return len(self._mod_children())
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> object:
         """Return a child of the host, or several as a container of torch's."""
         chosen = self._mod_children()[index]
         if not isinstance(chosen, list):
@@ -101,7 +101,7 @@ def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHE
     if (mixins, host, shell) in _CLASSES:
         return _CLASSES[mixins, host, shell]
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
+    def reduce(self: nn.Module, protocol: Any) -> object:
         # A class created at run time cannot be pickled by name.
         reduced = host.__reduce_ex__(self, protocol)
         return (_instance, (mixins, host, shell), *reduced[2:])
@@ -264,7 +264,7 @@ class HiddenClass(ValueError):
         self.module = module
 
 
-def mixin_forwards(module_class: type[nn.Module]) -> list[Any]:
+def mixin_forwards(module_class: type[nn.Module]) -> list[object]:
     """Return the forwards of the mixins in a class, without those of its host and those that `complete` may add."""
     mixins = [base for base in module_class.__mro__ if issubclass(base, Mixin) and "forward" in vars(base)]
     return [vars(mixin)["forward"] for mixin in mixins if "mod_host" not in vars(mixin) or not mixin.mod_optional]

@@ -67,7 +67,7 @@ class ConvertedBlock(Mixin):
         )
 
 
-def trace_as_node(block: nn.Module, x: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+def trace_as_node(block: nn.Module, x: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
     """Return the block as one node of torch.fx's graph, because decisions depend on values.
 
     What is inside it cannot be extracted.

@@ -199,7 +199,7 @@ class OneBranch(Execution):
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Any:
+    ) -> object:
         """Run the branch on the kept tokens; return the gated update of all tokens (B, N, D), zero at the others.
 
         The tokens are the first argument, and all that are the same tensor, such as queries, keys and values; or the
@@ -221,7 +221,7 @@ class OneBranch(Execution):
             x_BND = x.view(*routing.score_BN.shape, -1)
         z_BKD = gather_kept(x_BND, routing)
 
-        def run_on(rows: Tensor, **arguments: object) -> Any:
+        def run_on(rows: Tensor, **arguments: object) -> object:
             if in_sequence:
                 rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
             if not args:

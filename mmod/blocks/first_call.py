@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +99,7 @@ class _Watch:
         watched = type(module)
         module.__class__ = type(watched.__name__, (watched,), {**watching, _MARK: True})
 
-    def _read(self, name: str, module: nn.Module) -> Any:
+    def _read(self, name: str, module: nn.Module) -> object:
         self.ran_mixin = True
         return vars(module)[name]
 
@@ -119,7 +118,7 @@ class _Watch:
 
 
 def compare_grid(
-    read: Callable[[Any], Grid | None],
+    read: Callable[[object], Grid | None],
     block: nn.Module,
     name: str,
     prefix: int,

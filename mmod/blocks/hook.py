@@ -44,7 +44,9 @@ class ModelHook:
     kind: str = ""
     names: tuple[str, ...] = ()
 
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Arguments
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Return changed arguments of the module's forward, or None."""
         if self.before is None:
             return None

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _while_tracing(method: Callable[..., object]) -> Callable[..., Any]:
+def _while_tracing(method: Callable[..., object]) -> Callable[..., object]:
     """Let compilers call a method while they trace, with the module itself, and not put it into their graphs."""
     # As `torch.compiler.assume_constant_result`, without its import of the compiler.
     method._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -176,21 +176,21 @@ class SequenceImages:
         return images
 
 
-def _outside_graphs(function: Callable[..., object]) -> Callable[..., Any]:
+def _outside_graphs(function: Callable[..., object]) -> Callable[..., object]:
     if torch.compiler.is_compiling():
         disabled: Callable[..., object] = torch.compiler.disable(function)
         return disabled
     return function
 
 
-def split_rows(value: object, segments: Segments) -> Any:
+def split_rows(value: object, segments: Segments) -> object:
     """Return a batch of rows (B, 1, N, E) from those of one sequence (T, E), or from a tuple of them."""
     return map_rows(lambda rows_TE: segments.split(rows_TE).unsqueeze(1), value)
 
 
 def as_one_sequence(
     call: CallForm, x_BND: Tensor, arguments: Mapping[str, object], filled_BK: Tensor | None = None
-) -> tuple[Tensor, dict[str, Any]]:
+) -> tuple[Tensor, dict[str, object]]:
     """Return a batch and its arguments as one sequence in the host's form; only attention tells images apart.
 
     Args:
@@ -226,7 +226,7 @@ def _in_layout(call: CallForm, x_TD: Tensor) -> Tensor:
     return x_TD.unsqueeze(0)
 
 
-def map_rows(change: Callable[..., object], value: object, *args: object) -> Any:
+def map_rows(change: Callable[..., object], value: object, *args: object) -> object:
     """Apply a function to a tensor of rows, or to each of a tuple of them; further arguments are passed on."""
     if isinstance(value, (tuple, list)):
         return tuple(change(item, *args) for item in value)

@@ -33,8 +33,8 @@ def run_inside(
         change.cross = state.call.cross
         return change.run(forward, args, kwargs)
 
-    def run_watched(attend: Callable[..., object], inputs: tuple[object, ...], options: Mapping[str, object]) -> Any:
-        def run_changed(*args: object, **kwargs: object) -> Any:
+    def run_watched(attend: Callable[..., object], inputs: tuple[object, ...], options: Mapping[str, object]) -> object:
+        def run_changed(*args: object, **kwargs: object) -> object:
             return change.run(attend, args, kwargs)
 
         return watch.run(run_changed, inputs, options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Span:
         # The pass that a backward pass recomputes in a thread, with the number of that backward pass.
         self._recomputed: PerThread[list[tuple[int, SpanPass]]] = PerThread(list)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave the passes out of copies and pickles."""
         # A copy's tensors lie elsewhere, and a weak reference cannot be pickled.
         return {**vars(self), "_by_address": {}}

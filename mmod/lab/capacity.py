@@ -105,7 +105,7 @@ class LearnedCapacity(nn.Module):
             self._chosen = offsets, [HUNDREDTHS[index] for index in best_choices(losses, costs, room)]
         return self._chosen[1]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what copies hold, with the plan of the offsets: copies on the meta device cannot choose one."""
         self.chosen()
         return vars(self)

@@ -184,7 +184,7 @@ class ExitCall(StackCall):
         narrowed = tuple(self._of_images(index_B, value) for value in args)
         return narrowed, {name: self._of_images(index_B, value) for name, value in kwargs.items()}
 
-    def _of_images(self, index_B: Tensor, value: Any) -> Any:
+    def _of_images(self, index_B: Tensor, value: Any) -> object:
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
         if has_rows:
             return value.index_select(0, index_B)
@@ -203,7 +203,7 @@ class ExitCall(StackCall):
             return rows
         return rows.new_zeros(self.total, *rows.shape[1:]).index_copy(0, self.index_B, rows)
 
-    def gather(self, output: object) -> Any:
+    def gather(self, output: object) -> object:
         """Return the output for all images, from the model's, which is right for those that remained to the end."""
         leaves, form = tree_flatten(output)
         for index_B, answer in self.answers:
@@ -365,7 +365,7 @@ def _with_loss(model: Any, output: Any, labels: Tensor) -> Any:
     return output
 
 
-def _as_reset(converted: type[nn.Module], host_reset: Callable[..., object]) -> Callable[..., Any]:
+def _as_reset(converted: type[nn.Module], host_reset: Callable[..., object]) -> Callable[..., object]:
     """Return timm's `reset_classifier` as one that gives each exit a copy of the new classifier."""
 
     @functools.wraps(host_reset)

@@ -107,7 +107,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
             return span_pass.ends_for_head
         return span_pass.uninterrupted and state.number not in span_pass.read_blocks
 
-    def _mod_narrowed(self, arguments: dict[str, object], rows: Remaining) -> dict[str, Any]:
+    def _mod_narrowed(self, arguments: dict[str, object], rows: Remaining) -> dict[str, object]:
         """Return the block's arguments for the remaining tokens."""
         call = self.mod_state.call
         known = {*call.rows, *call.images, *call.shared, call.index_argument}
@@ -181,7 +181,7 @@ class ReducedModel(BlockOwner):
             call.ends_for_head = call.uninterrupted and not _tokens_are_read(self, "norm")
         return call
 
-    def forward_head(self, *args: object, **kwargs: object) -> Any:
+    def forward_head(self, *args: object, **kwargs: object) -> object:
         """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the dropped ones."""
         call = self.mod_owner.calls.value.running
         restored = not (call.ends_for_head and call.has_begun)

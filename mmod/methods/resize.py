@@ -133,7 +133,7 @@ def _image_model(model: nn.Module, stack: BlockStack) -> tuple[str, dict[str, bo
 
 def resize_images(
     target: TargetSize, known: Sequence[str], options: Arguments, module: nn.Module, arguments: Arguments
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the arguments of a model with resized images.
 
     Args:

@@ -35,7 +35,7 @@ def refuse_enclosed(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         )
 
 
-def _saved_around(module: nn.Module) -> Any:
+def _saved_around(module: nn.Module) -> object:
     """Return the model of transformers that saves itself and does not know that it holds a changed one, or None."""
     # transformers asks no module inside whether it may be saved, so the calls are looked at.
     frame = sys._getframe()

@@ -141,7 +141,7 @@ def torch_op(
         flops: Returns the FLOPs, from the operation's arguments and the keyword `out_val`, its results.
     """
 
-    def trace(*args: object) -> Any:
+    def trace(*args: object) -> object:
         # FLOPs may be counted in a trace, before any operation has run.
         if flops is not None:
             register_flops()
@@ -167,7 +167,7 @@ def kernel_op(
     """
     module, _, name = path.partition(".")
 
-    def launch(*args: object) -> Any:
+    def launch(*args: object) -> object:
         if name in FLOPS:
             register_flops()
         results = fake(*args)

@@ -201,7 +201,7 @@ class capture_inputs(AttentionIntercept):
         """Keep the class token's row of a map."""
         self._row = attention[:, :, 0].mean(dim=1)
 
-    def _multiply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _multiply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
         """Keep the keys of a product (B, H, N, N) of queries (B, H, N, E) and keys, transposed except in `einsum`."""
         result = func(*args, **kwargs)
         # The equation of `einsum` is a string, and is left out.

@@ -134,7 +134,7 @@ class AttentionIntercept(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         """Replace some calls, read the maps of a host's softmax, and pass all other calls through."""
         replacement = self.replace(func)
         if replacement is not None:
@@ -145,7 +145,7 @@ class AttentionIntercept(TorchFunctionMode):
             self.observe(args[0], result)
         return result
 
-    def _call(self, func: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def _call(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         # A mode is off while it handles a call. What stands in the place of torch's functions runs as in the host.
         with self:
             return func(*args, **kwargs)

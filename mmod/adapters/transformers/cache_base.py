@@ -26,7 +26,7 @@ def cache_of(arguments: Arguments) -> Any:
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
-def with_cache(arguments: Arguments, cache: object) -> dict[str, Any]:
+def with_cache(arguments: Arguments, cache: object) -> dict[str, object]:
     """Return the arguments of a model or layer with another cache."""
     return {**{name: value for name, value in arguments.items() if name not in CACHE_NAMES}, CACHE: cache}
 

@@ -74,7 +74,7 @@ def attend_to_captured(
     narrowed: Arguments,
     z_BKD: Tensor,
     captured: tuple[Tensor, Tensor],
-) -> Any:
+) -> object:
     """Return the host forward's output for tokens that attend to captured keys only."""
     # Hosts take no empty sequence.
     if not z_BKD.shape[1]:

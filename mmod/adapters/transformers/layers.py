@@ -288,7 +288,7 @@ class DecoderLayerCall(BlockCall):
         keys = x_BND.shape[1] + self.cached(arguments)
         return torch.ones(1, 1, x_BND.shape[1], keys, dtype=torch.bool, device=x_BND.device)
 
-    def rows_of(self, arguments: Arguments, routing: Routing | None) -> dict[str, Any]:
+    def rows_of(self, arguments: Arguments, routing: Routing | None) -> dict[str, object]:
         """Return the arguments with the positions of the kept tokens."""
         narrowed = {**arguments, "position_ids": self._positions(arguments)}
         if routing is None:
@@ -322,7 +322,7 @@ class DecoderLayerCall(BlockCall):
                 f"this sequence has {tokens}: load the model with attn_implementation='sdpa'"
             )
 
-    def _compact_positions(self, x_BND: Tensor, slots: int, cache: RoutedCacheLayer | None) -> dict[str, Any]:
+    def _compact_positions(self, x_BND: Tensor, slots: int, cache: RoutedCacheLayer | None) -> dict[str, object]:
         assert self.compact is not None
         before_B1, length = (0, 0) if cache is None else (cache.kept_B1, cache.length)
         return {"position_embeddings": self.compact(x_BND, before_B1, slots, length), "position_ids": None}
@@ -370,7 +370,7 @@ class CompactRotary:
         self.rotary = rotary
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave the tables out of copies and pickles."""
         return {"rotary": self.rotary, "_tables": {}}
 

@@ -59,7 +59,7 @@ class _HostGenerate:
     others replace `generate` on the model.
     """
 
-    def __get__(self, model: nn.Module, owner: type | None = None) -> Any:
+    def __get__(self, model: nn.Module, owner: type | None = None) -> object:
         if model is None:
             return self
         host_generate: Callable[..., object] = super(DescribedModel, model).generate  # type: ignore[misc]
@@ -127,7 +127,7 @@ class DescribedModel(Mixin):
             module.reset_parameters()
 
 
-def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None, *args: Any, **options: Any) -> Any:
+def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None, *args: Any, **options: Any) -> object:
     """Generate as a host does, and tell the layers what only `generate` knows.
 
     Args:
@@ -176,7 +176,7 @@ def _changed_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in mixins if not isinstance(module, DescribedModel)]
 
 
-def describe(model: DescribedModel) -> dict[str, Any]:
+def describe(model: DescribedModel) -> dict[str, object]:
     """Return the methods of a changed model as plain values."""
     routed = [module for module in model.modules() if isinstance(module, RoutedBlock)]
     if group_reader(model) is None and any(block.mod_state.call.decodes for block in routed):
@@ -209,7 +209,7 @@ def _check_depth(model: nn.Module) -> None:
             )
 
 
-def _described_config(config: object, described: dict[str, object]) -> Any:
+def _described_config(config: object, described: dict[str, object]) -> object:
     """Return a copy of a config that also writes the description, and the code that opens the folder."""
 
     def to_json_file(self: Any, json_file_path: str, use_diff: bool = True) -> None:
@@ -237,7 +237,7 @@ def _refuse_dense(values: dict[str, object]) -> None:
             _refuse_dense(value)
 
 
-def auto_classes(config_class: type) -> dict[str, Any]:
+def auto_classes(config_class: type) -> dict[str, object]:
     """Return the Auto classes of transformers that support a config class, by name."""
     from transformers.models.auto import modeling_auto
 
