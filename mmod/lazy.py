@@ -12,7 +12,7 @@ from typing import Any
 
 def lazy_names(
     package: str, names_in: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package whose names are imported on first use.
 
     `__getattr__` also imports submodules. Type checkers read the names below `if TYPE_CHECKING:` in the package.

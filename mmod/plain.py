@@ -65,7 +65,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     return cls(**fields)
 
 
-def _from_plain(hint: object, value: object, name: str, limit: Limit | None) -> Any:
+def _from_plain(hint: object, value: object, name: str, limit: Limit | None) -> object:
     """Return a value with mappings, lists and integers replaced by the dataclasses, tuples and floats of its type."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)

@@ -54,7 +54,7 @@ class Unfilled(TorchFunctionMode):
     # Those of `torch.nn.init` that are a call of their own, inside which no mode sees what they fill with.
     filling |= {"kaiming_uniform_", "constant_"}
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Return the tensor to be filled, or call the function."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.filling:

@@ -241,7 +241,7 @@ def fits(value: object, hint: object) -> bool:
     return _fault(value, hint, FINITE) is None
 
 
-def _builtin(value: Any) -> Any:
+def _builtin(value: Any) -> object:
     """Return numbers of other libraries as int or float, also inside lists and tuples."""
     if type(value) in (list, tuple):
         items = [_builtin(item) for item in value]
@@ -332,7 +332,7 @@ class Mistakes:
 
 
 @functools.cache
-def hints_of(cls: Any) -> dict[str, Any]:
+def hints_of(cls: Any) -> dict[str, object]:
     """Return the types of a dataclass's fields, by name."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -530,7 +530,7 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-def _without_data(value: Any, depth: int = 3) -> Any:
+def _without_data(value: Any, depth: int = 3) -> object:
     """Return a value with type and shape instead of tensors and arrays, down to a depth: values may hold themselves.
 
     More items than letters are not shown.

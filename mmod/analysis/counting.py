@@ -69,14 +69,14 @@ class _FlopCount(TorchDispatchMode):
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         """Run the operation, and count it."""
         result = self._compute(func, args, kwargs or {})
         if self._memory is not None:
             self._memory.follow(result)
         return result
 
-    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
         # Operators of higher order run whole subgraphs, which no formula of a single operation covers.
         if isinstance(func, HigherOrderOperator) and func not in self._formulas:
             raise ValueError(f"cannot count the FLOPs of {func}, which this model calls")
@@ -146,7 +146,7 @@ _OUTCOMES: dict[Any, _Outcome] = {}
 _MOST_OUTCOMES = 10_000
 
 
-def _layout(value: object) -> Any:
+def _layout(value: object) -> object:
     """Return a hashable description of an operation's arguments or results, in which 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         return _Layout(value.shape, value.stride(), value.dtype, value.device)
@@ -155,7 +155,7 @@ def _layout(value: object) -> Any:
     return type(value), value
 
 
-def _empty(layout: Any) -> Any:
+def _empty(layout: Any) -> object:
     """Return new tensors of the layouts."""
     if isinstance(layout, _Layout):
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
@@ -188,7 +188,7 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         named = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in tensors):
@@ -209,7 +209,7 @@ def _places(index: Tensor | None) -> Sequence[Tensor | None]:
     return index.nonzero(as_tuple=True)
 
 
-def to_meta(leaf: object) -> Any:
+def to_meta(leaf: object) -> object:
     """Return a tensor of the same shape on the meta device, and anything else as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -225,7 +225,7 @@ class _ToMeta(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         # `deepcopy` of a tensor would copy its data.
         if func is Tensor.__deepcopy__:
             return _shape_of(args[0])
@@ -358,7 +358,7 @@ def step_flops(model: nn.Module, loss: Callable[[], Tensor]) -> int:
     return counted.flops[""]
 
 
-def run_model(model: nn.Module, inputs: Mapping[str, object]) -> Any:
+def run_model(model: nn.Module, inputs: Mapping[str, object]) -> object:
     """Run a model on its arguments by name."""
     # Models of images alone name their argument as they like.
     if set(inputs) == {"image"}:
@@ -441,7 +441,7 @@ def fused_attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: T
 fused_attention_gradients.register_fake(fused_attention_gradients._init_fn)
 
 
-def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
+def _flop_formulas() -> Mapping[object, Callable[..., int]]:
     """Return torch's formulas and those that it lacks: attention, products with vectors, and those of groups."""
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class ActivationMemory(TorchDispatchMode):
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         """Run the operation and track the storage of its results."""
         result = func(*args, **(kwargs or {}))
         self.follow(result)

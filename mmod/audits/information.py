@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -255,7 +254,7 @@ def _kept_again(batch: BatchRows, name: str) -> Part:
     return was_BF.long(), is_BF, torch.ones_like(is_BF), batch.images
 
 
-def rolled_twice(batch: object, grid: tuple[int, int], images: range) -> list[Any]:
+def rolled_twice(batch: object, grid: tuple[int, int], images: range) -> list[object]:
     """Return a batch rolled by patches in two ways; nothing where it has no images that the grid divides."""
     if math.prod(grid) < 2:
         return []
@@ -273,7 +272,7 @@ def _shifts(images: range, grid: tuple[int, int]) -> Tensor:
     return torch.from_numpy(np.stack(np.unravel_index(np.stack(positions, axis=1), grid), axis=-1))
 
 
-def roll_patches(batch: object, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
+def roll_patches(batch: object, shift_B2: Tensor, grid: tuple[int, int]) -> object:
     """Return a batch whose images are rolled by whole patches; None where it has none that the grid divides."""
 
     def roll(images: Tensor) -> Tensor | None:

@@ -110,7 +110,7 @@ def audit(
     return result_of(audited, table, list(others), list(compared.baselines), routed, by_name, config)
 
 
-def _changed(batches: Iterable[object], audited: Sequence[BatchRows], shift: ImageShift) -> Iterator[Any]:
+def _changed(batches: Iterable[object], audited: Sequence[BatchRows], shift: ImageShift) -> Iterator[object]:
     """Yield the batches of the audited set with changed images."""
     for batch, rows in zip(batches, audited):
         inputs = _labelled(batch).batch

@@ -5,7 +5,6 @@ Axes: B images, C channels, H rows and W columns of pixels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ _FRAGMENT = 0.2
 _FRAGMENTS = 4
 
 
-def changed_images(batch: object, images: int, change: Callable[[Tensor], Tensor | None]) -> Any:
+def changed_images(batch: object, images: int, change: Callable[[Tensor], Tensor | None]) -> object:
     """Return a batch with its images (B, C, H, W) changed, and all else as it is; None where it has none to change.
 
     Args:
@@ -33,7 +32,7 @@ def changed_images(batch: object, images: int, change: Callable[[Tensor], Tensor
     """
     is_changed = False
 
-    def move(value: object) -> Any:
+    def move(value: object) -> object:
         nonlocal is_changed
         # Images alone: labels, masks and ids go with no place.
         if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():

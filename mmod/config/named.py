@@ -87,7 +87,7 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
 
 def _fitted_to_plan(
     name: str, planned: tuple[float, ...], changes: Mapping[str, Any], depth: int | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the changes of a preset that plans a capacity for each block; raise if its blocks become more or fewer."""
     if "blocks" not in changes and isinstance(changes.get("capacity"), numbers.Real):
         # A mean in place of the plan's own: its shape stays.

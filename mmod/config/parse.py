@@ -101,7 +101,7 @@ def read_config(
 
 def read_fields(
     arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None = None
-) -> tuple[type[Config], dict[str, Any]]:
+) -> tuple[type[Config], dict[str, object]]:
     """Return the class of the config of a command line, and its plain fields, whose values are not checked yet."""
     chosen, fields, options = _read_line(arguments, config_class, start)
     plain = merged(start or {}, fields or {})
@@ -110,7 +110,7 @@ def read_fields(
     return chosen, with_options(plain, split_options(options), chosen)
 
 
-def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
+def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, object] | None, list[str]]:
     """Merge the configs of a command line `[CONFIG] [--config CONFIG ...] [--key value ...]`; later ones win."""
     words = list(arguments)
     first = []
@@ -146,7 +146,7 @@ def _kind_in(fields: Mapping[str, object] | None, options: Sequence[str]) -> str
 
 def _read_line(
     arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None
-) -> tuple[type[Config], dict[str, Any] | None, list[str]]:
+) -> tuple[type[Config], dict[str, object] | None, list[str]]:
     """Return the class of the config of a command line, the fields of its files, None without one, and its options."""
     if start is not None and arguments and not arguments[0].startswith("-"):
         # The word before it stands for what `start` holds.

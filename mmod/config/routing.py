@@ -407,7 +407,7 @@ class RoutingConfig(Checked):
             del fields["gate"]
         return RoutingConfig.from_dict(revised(fields, changes))
 
-    def _differing(self) -> dict[str, Any]:
+    def _differing(self) -> dict[str, object]:
         signature = {name: item.default for name, item in inspect.signature(type(self)).parameters.items()}
         default = {**signature, "losses": {}, **read_parts({"router": self.router}), "router": SCORES["attention"]()}
         return {name: getattr(self, name) for name in _FIELDS if getattr(self, name) != default[name]}

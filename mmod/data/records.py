@@ -126,7 +126,7 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _turns(record: object) -> list[Any]:
+def _turns(record: object) -> list[object]:
     """Return the messages of a record as they are."""
     messages = None
     if isinstance(record, Mapping):
@@ -136,7 +136,7 @@ def _turns(record: object) -> list[Any]:
     return messages
 
 
-def _only(record: Mapping[str, object], keys: Sequence[str], empty: Sequence[object] = (None,)) -> tuple[str, Any]:
+def _only(record: Mapping[str, object], keys: Sequence[str], empty: Sequence[object] = (None,)) -> tuple[str, object]:
     """Return which of some keys a record has, and its value, which is none of the empty ones; "" and None for none."""
     present = [key for key in keys if record.get(key) not in empty]
     if len(present) > 1:
@@ -232,7 +232,7 @@ def image_names(record: Mapping[str, object]) -> list[str]:
     return paths or names
 
 
-def _image_parts(said: object) -> list[Mapping[str, Any]]:
+def _image_parts(said: object) -> list[Mapping[str, object]]:
     if not isinstance(said, Mapping):
         return []
     content = said.get("content")
@@ -289,7 +289,7 @@ def _split(text: str) -> Iterator[str]:
         yield text[start:end]
 
 
-def _parse(text: str | bytes, name: str) -> Any:
+def _parse(text: str | bytes, name: str) -> object:
     try:
         return parse_json(text, name)
     except ValueError as error:

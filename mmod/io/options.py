@@ -33,7 +33,7 @@ def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def with_options(
     fields: Mapping[str, object], options: Iterable[tuple[str, str]], config_class: type | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the plain fields of a config with those of options: dotted keys, and values in YAML.
 
     A mapping is merged into the one of the config key by key, as a file over its `base`; an empty one or null empties
@@ -53,7 +53,7 @@ def _order(option: tuple[str, str]) -> tuple[int, bool]:
 
 def _with_option(
     fields: Mapping[str, object], keys: Sequence[str], text: str, config_class: type | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     name, *inner = keys
     hint = Any
     if config_class is not None:

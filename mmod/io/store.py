@@ -202,7 +202,7 @@ class Store:
         self._versions.add(str(record["mmod"]))
         self._end += len(line)
 
-    def _value_in(self, line: bytes, as_type: type | None = None) -> Any:
+    def _value_in(self, line: bytes, as_type: type | None = None) -> object:
         try:
             value = _unpacked(json.loads(line[9:])["value"])
             if as_type is None:
@@ -288,7 +288,7 @@ class OptionalStore:
             if self._store is not None and not _is_other(self._path):
                 self._store.remove()
 
-    def _tried(self, step: Callable[[Store], object]) -> Any:
+    def _tried(self, step: Callable[[Store], object]) -> object:
         if not self._is_usable:
             return None
         try:
@@ -411,7 +411,7 @@ def _packed_array(array: np.ndarray) -> str:
     return base64.b64encode(content).decode()
 
 
-def _unpacked(value: object) -> Any:
+def _unpacked(value: object) -> object:
     if isinstance(value, list):
         return [_unpacked(item) for item in value]
     if not isinstance(value, dict):

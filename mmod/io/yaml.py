@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def parse_yaml(text: str, source: str = "the value") -> Any:
+def parse_yaml(text: str, source: str = "the value") -> object:
     """Parse a YAML document into plain values."""
     try:
         return yaml.load(text, _Loader)
@@ -93,7 +93,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return _stack(existing_config(path), ())
 
 
-def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_removes: bool = False) -> dict[str, Any]:
+def merged(
+    fields: Mapping[str, object], changes: Mapping[str, object], null_removes: bool = False
+) -> dict[str, object]:
     """Merge nested mappings key by key; other values are replaced, and None removes a key if `null_removes`.
 
     Under `dense`, a mapping that names another config that it changes, its `base`, replaces the old one as that
@@ -127,7 +129,7 @@ def _replaces(name: str, fields: Mapping[str, object], old: Mapping[str, object]
     return isinstance(fields.get("preset"), str) and "preset" not in old
 
 
-def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, object]:
     """Read a file merged over its bases; `above` are the files that extend it."""
     resolved = path.resolve()
     if resolved in above:
@@ -150,7 +152,7 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     return merged(stacked, fields, null_removes=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     if path.suffix in _WEIGHTS:
         raise ValueError(f"{str(path)!r} is a file of weights, and no config: name it by --model.checkpoint")
     if path.stat().st_size > _BYTES:

@@ -82,7 +82,7 @@ def clean_names(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return cleaned
 
 
-def _inside(state: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
+def _inside(state: Mapping[Any, Any], prefix: str) -> dict[object, object]:
     return {name.removeprefix(prefix): value for name, value in state.items() if _starts(name, prefix)}
 
 

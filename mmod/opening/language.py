@@ -86,7 +86,7 @@ def open_processor(source: str | Path, **args: object) -> Any:
         ) from error
 
 
-def open_tokenizer(folder: str | Path) -> tuple[Any, int]:
+def open_tokenizer(folder: str | Path) -> tuple[object, int]:
     """Return the tokeniser of a folder of an image-text model, and the length of its captions in tokens."""
     # Without this file transformers makes a tokeniser that knows no word.
     if not (Path(folder) / "tokenizer_config.json").is_file():

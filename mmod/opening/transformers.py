@@ -94,7 +94,7 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
     return model.train()
 
 
-def _by_fields(args: Mapping[str, object]) -> dict[str, Any]:
+def _by_fields(args: Mapping[str, object]) -> dict[str, object]:
     """Return arguments by the names of a config's fields; a field that two names give different values is refused."""
     named = dict(args)
     for name, field in _NAMES.items():
@@ -157,7 +157,7 @@ def _load(folder: str | Path, made: Any, loading: Mapping[str, object], fields: 
     return model
 
 
-def _at_size(model: Any, config: Any, folder: str | Path) -> Any:
+def _at_size(model: Any, config: Any, folder: str | Path) -> object:
     """Return a model for images of the size in a config, whose position embeddings the host resamples."""
     # The attention that was chosen for the loaded model, since transformers would choose anew.
     resized = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)

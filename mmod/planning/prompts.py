@@ -106,7 +106,7 @@ def _end_tokens(config: Any) -> list[int]:
 
 def of_equal_length(
     model: Any, batch: Mapping[str, Any], like: Mapping[str, Any] | None = None
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, object] | None:
     """Return as many prompts without padding: the batch itself, or its prompt of median length with images, repeated.
 
     Where all prompts have as many image tokens, each keeps its own images.

@@ -178,7 +178,7 @@ class _Lengths:
         images = round(self.images / max(self.samples, 1))
         return round(self.tokens / max(self.samples, 1)) - images, images
 
-    def noted(self, batch: object) -> Any:
+    def noted(self, batch: object) -> object:
         """Return a batch whose prompts count."""
         check_batch(batch)
         if isinstance(batch, Mapping) and "input_ids" in batch:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -447,7 +447,7 @@ def _ready_models(
     return entrants
 
 
-def _batches_at(at_size: AtSize, count: int, model: nn.Module, size: ImageSize) -> list[Mapping[str, Any]]:
+def _batches_at(at_size: AtSize, count: int, model: nn.Module, size: ImageSize) -> list[Mapping[str, object]]:
     return first_prompts(at_size(model, size), count, next(model.parameters()).device)
 
 

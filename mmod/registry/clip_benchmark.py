@@ -19,7 +19,7 @@ NAME = "mmod"
 
 def load_routed(
     model_name: str, pretrained: str, cache_dir: str | None = None, device: torch.device | str = "cpu"
-) -> tuple[nn.Module, Callable[..., Any], Callable[..., Any]]:
+) -> tuple[nn.Module, Callable[..., object], Callable[..., object]]:
     """Return a routed model, its image transform and its tokenizer, as CLIP_benchmark expects them.
 
     Args:

@@ -165,7 +165,7 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
         ) from error
 
 
-def _read_run(path: Path) -> list[dict[str, Any]]:
+def _read_run(path: Path) -> list[dict[str, object]]:
     try:
         rows = _read_table(path)
         # Training writes the table where it has rows.

@@ -176,7 +176,7 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
     return ReadPrompts(opened.model, prompts, is_right, at_size, pixel_limits_of(processor), note)
 
 
-def _a_fifth_first(loader: Any) -> Iterable[Any]:
+def _a_fifth_first(loader: Any) -> Iterable[object]:
     """Return batches of which the first are a fifth of few prompts: plans are searched on these alone."""
     prompts = loader.dataset
     fifth = math.ceil(len(prompts) / 5)

@@ -168,7 +168,7 @@ class StudyConfig(Checked):
         return [*self.routers, *self.baselines_by_series]
 
     @property
-    def baselines_by_series(self) -> Mapping[str, Mapping[float, dict[str, Any]]]:
+    def baselines_by_series(self) -> Mapping[str, Mapping[float, dict[str, object]]]:
         """Fields of the baselines by series and budget."""
         # Configs of kinds without baselines have no such field.
         named: Mapping[str, Mapping[float, dict[str, object]]] = getattr(self, "baselines", {})
@@ -227,7 +227,7 @@ class StudyConfig(Checked):
         # Configs of one part have its routing itself.
         return dataclasses.replace(plain, routing=parts.get("", parts))
 
-    def unrouted(self) -> Iterator[tuple[Candidate, dict[str, Any]]]:
+    def unrouted(self) -> Iterator[tuple[Candidate, dict[str, object]]]:
         """Yield the model of every baseline at every budget that is run, with the fields that make it cheaper."""
         for series, budgets in self.baselines_by_series.items():
             for budget, fields in budgets.items():
@@ -259,7 +259,7 @@ class StudyConfig(Checked):
         sets_capacity = any("capacity" in routing for routing in self.parts_in(fields).values())
         return "budgets" not in fields and (sets_capacity or "budget" in fields.get("search", {}))
 
-    def parts_in(self, fields: Mapping[str, object]) -> dict[str, Mapping[str, Any]]:
+    def parts_in(self, fields: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
         """Return the routing of each part in the fields of a series, by name; "" is the only part of a config."""
         return {"": fields}
 
@@ -318,7 +318,7 @@ class StudyConfig(Checked):
         """The kind of its runs."""
         return self.kind
 
-    def fields_of_dense(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def fields_of_dense(self, fields: Mapping[str, object]) -> dict[str, object]:
         """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
         # Each run sets a folder of its own in place of the output.
         return {**merged(fields, self.changes), "output": self.output}

@@ -211,7 +211,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
                 f"data.val_split; got {data.label_patch}, {data.train_split!r} and {data.val_split!r}"
             )
 
-    def fields_of_dense(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def fields_of_dense(self, fields: Mapping[str, object]) -> dict[str, object]:
         """Return the fields of the dense model's training config, with the study's images and weights."""
         data = {"root": self.images, "val_limit": self.limit, "train_limit": self.limit}
         # Published weights would be downloaded, and replaced at once.
@@ -248,7 +248,7 @@ class PairsStudyConfig(StudyConfig):
                 for tower in _TOWERS:
                     check_value(f"routers.{series}.{tower}", settings.get(tower, {}), Mapping[str, Any])
 
-    def parts_in(self, fields: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    def parts_in(self, fields: Mapping[str, Any]) -> dict[str, Mapping[str, object]]:
         """Return the routing of each tower that a series names; see `StudyConfig.parts_in`."""
         return {tower: fields[tower] for tower in fields if tower in _TOWERS}
 
@@ -292,7 +292,7 @@ class ChatStudyConfig(StudyConfig):
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
 
-    def parts_in(self, fields: Mapping[str, object]) -> dict[str, Mapping[str, Any]]:
+    def parts_in(self, fields: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
         """Return the routing of the part that is routed; see `StudyConfig.parts_in`."""
         return {self.part: fields}
 

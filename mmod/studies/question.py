@@ -129,7 +129,7 @@ def question_of(evaluation: Mapping[str, object], runs: Sequence[Run]) -> Questi
     )
 
 
-def _model_of(run: Run, written: Collection[str]) -> dict[str, Any]:
+def _model_of(run: Run, written: Collection[str]) -> dict[str, object]:
     """Return what a model is made of, the same before and after the runs that it starts from."""
     identity = identity_of(run.training)
     model = identity["config"]

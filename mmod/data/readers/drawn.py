@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from PIL import Image
 
@@ -45,7 +44,7 @@ class DrawnSource:
 
 
 @functools.lru_cache(maxsize=8)
-def _scenes(part: str) -> DrawnSamples[Any]:
+def _scenes(part: str) -> DrawnSamples[object]:
     return SETS[part.partition(":")[0]].draw(part)
 
 

@@ -75,7 +75,7 @@ def _named_errors(source: str) -> Iterator[None]:
         raise CorruptDataError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def read_column(source: str, column: str) -> Iterator[Any]:
+def read_column(source: str, column: str) -> Iterator[object]:
     """Yield the values of one column of a streamed dataset, in one pass over its files."""
     options = {}
     if source.startswith(f"{PREFIX}parquet:"):
@@ -139,7 +139,7 @@ def _texts(source: str, column: str) -> frozenset[str]:
     return frozenset(text for text in read_column(source, column) if text and isinstance(text, str))
 
 
-def _first_value(dataset: Any, source: str, column: str) -> Any:
+def _first_value(dataset: Any, source: str, column: str) -> object:
     """Return the first value of a column that is not missing, among some rows."""
     with _named_errors(source):
         rows = dataset.select_columns([column]).take(_READ)
@@ -259,7 +259,7 @@ class StreamedSource:
         self._open[epoch, lane] = position + 1, samples
         return sample
 
-    def _samples(self, epoch: int, lane: int) -> Iterator[tuple[Any, Any]]:
+    def _samples(self, epoch: int, lane: int) -> Iterator[tuple[object, object]]:
         dataset = self._dataset
         if self.lanes:
             # The lanes of a process are other files in each epoch.

@@ -145,7 +145,7 @@ def _evaluate(kind: Kind, model: nn.Module, batch: object) -> tuple[Tensor, Tens
     return rows["loss"], rows["outcome"]
 
 
-def _on_device(kind: Kind, batch: object) -> Any:
+def _on_device(kind: Kind, batch: object) -> object:
     """Return a batch with its tensors on the model's device."""
     device = device_of(kind)
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)

@@ -193,7 +193,7 @@ def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:
     return model
 
 
-def _gathered(config: TrainConfig, state: dict[str, torch.Tensor], sharded: Any) -> Any:
+def _gathered(config: TrainConfig, state: dict[str, torch.Tensor], sharded: Any) -> object:
     """Create a sharded model anew from its gathered weights, in the dtype of the config."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

@@ -238,7 +238,7 @@ def _opened(config: TrainConfig, processor: object, on_meta: bool) -> Any:
         return open_model(spec, pretrained=False, args=known).model
 
 
-def _with_vocabulary(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:
+def _with_vocabulary(fields: Mapping[str, Any], processor: Any) -> dict[str, object]:
     """Return a model's config with the tokenizer's vocabulary and special tokens."""
     tokenizer = processor.tokenizer
     text = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}

@@ -203,7 +203,7 @@ class RoutedTrainer(Trainer):
         logs |= logged_figures(self._health.take(self.state.global_step))
         super().log(logs, start_time)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> DataLoader[object]:
         """Return the loader of the training data, in the order of `length_sampler` if there is one."""
         sampler = length_sampler(self.train_dataset, self.args)
         if sampler is None:
@@ -323,7 +323,7 @@ def check_names(checkpoint: Path, model: Any) -> None:
         )
 
 
-def _collate(collator: ChatCollator, chats: Sequence[ChatSample]) -> dict[str, Any]:
+def _collate(collator: ChatCollator, chats: Sequence[ChatSample]) -> dict[str, object]:
     """Return a batch, with the faults of conversations that others replace if there are any."""
     batch = collator(chats)
     faults = list(chain.from_iterable(chat.faults for chat in chats))
@@ -341,7 +341,7 @@ class _AuxiliaryLosses:
 
     _loss: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], output: Any) -> object:
         if not module.training or output.get("loss") is None:
             return None
         self._loss = auxiliary_loss(module)

@@ -137,7 +137,7 @@ class RunConfig:
     """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
     @classmethod
-    def model_in(cls, folder: str) -> dict[str, Any]:
+    def model_in(cls, folder: str) -> dict[str, object]:
         """Return the fields of `model` that stand for a saved model in a folder."""
         return {"checkpoint": folder}
 
@@ -173,7 +173,7 @@ class RunConfig:
         """The methods that the run applies to its model, in order."""
         return resolve_methods(self.methods, self.routing_parts(), self.depths())
 
-    def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
+    def routing_parts(self) -> Mapping[str, Mapping[str, object] | None]:
         """Return the fields of `routing` by part of the model."""
         if self.part:
             return {self.part: self.routing}
@@ -239,7 +239,7 @@ class RunConfig:
         """Return plain values, as the run folder keeps them."""
         return self.as_written()
 
-    def as_written(self) -> dict[str, Any]:
+    def as_written(self) -> dict[str, object]:
         """Return plain values as the config was written: a preset is its name, whatever depth the model will have."""
         # Through JSON, because tuples become lists when the file is read again.
         return json.loads(json.dumps(dataclasses.asdict(self)))

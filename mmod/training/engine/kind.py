@@ -178,7 +178,7 @@ def readings(kind: Kind, model: nn.Module, size: int, batches: int = 1) -> dict[
     return {name: Reading(partial(run, one), one.samples) for name, one in inputs.items()}
 
 
-def calibration(kind: Kind, model: nn.Module, batches: int, size: int) -> Iterable[Any]:
+def calibration(kind: Kind, model: nn.Module, batches: int, size: int) -> Iterable[object]:
     """Return so many batches of `size` training samples for `mmod.search_plan`, spread evenly over the set."""
     inputs = kind.inputs(model, size, batches, training=True)
     by_name = {name: one.batches for name, one in inputs.items()}

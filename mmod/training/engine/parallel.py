@@ -73,7 +73,7 @@ class Replicas:
         """Context with all weights of a model in each process, to evaluate and to export it."""
         return nullcontext(model)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, object], dict[str, Tensor] | None]:
         """Return the optimiser's state: plain values, which may hold tensors, and tensors that are sharded, if any."""
         return optimizer.state_dict(), None
 
@@ -156,7 +156,7 @@ class Shards(Replicas):
             # Off the device between evaluations: whole weights are what shards are there to avoid.
             self._full.cpu()
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, object], dict[str, Tensor] | None]:
         """Return the optimiser's state by names of weights; see `Replicas.optimizer_state`."""
         complete_states(optimizer)
         state: Mapping[str, object] = get_optimizer_state_dict(self.model, optimizer, options=_FLAT)

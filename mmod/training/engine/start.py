@@ -181,7 +181,7 @@ def _checkpoint_gradients(model: Any) -> None:
         model.set_grad_checkpointing(True)
 
 
-def task_options(kind: LoopKind, teacher: nn.Module | None) -> dict[str, Any]:
+def task_options(kind: LoopKind, teacher: nn.Module | None) -> dict[str, object]:
     """Return the arguments that all tasks share; see `mmod.training.engine.task.Task`."""
     config = kind.config
     return {

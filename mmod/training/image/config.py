@@ -219,7 +219,7 @@ class TrainConfig(engine.LoopConfig):
         self.refuse_training_only("elastic evaluates the model at several capacities")
 
     @classmethod
-    def model_in(cls, folder: str) -> dict[str, Any]:
+    def model_in(cls, folder: str) -> dict[str, object]:
         """Return the fields of `model` that stand for a saved model in a folder, which is a name too."""
         return {"name": folder, "pretrained": True}
 
