@@ -8,9 +8,10 @@ Axes: B images, N tokens, D channels, C classes.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.find import find_library
 from mmod.adapters.probe import first_that_runs, light_copy, split_inputs
 from mmod.blocks import Arguments, host_class, parameters_of
+from mmod.routing.added import Added
 
 # The modules behind the blocks of timm's models, of which `forward_head` makes logits.
 _TIMM_HEAD = ("norm", "fc_norm", "head", "head_dist")
@@ -30,31 +32,27 @@ class Head:
     """What a model runs around its blocks.
 
     Args:
+        model: The model.
         blocks: Name of the list of blocks.
         in_tuple: A block returns a tuple that begins with the tokens.
         ahead: Names of modules that run before the blocks alone.
         behind: Names of modules that run after them.
     """
 
+    model: nn.Module
     blocks: str
     in_tuple: bool
     ahead: tuple[str, ...]
     behind: tuple[str, ...]
 
-    def run(
-        self,
-        model: nn.Module,
-        behind: Mapping[str, nn.Module],
-        x_BND: Tensor,
-        args: tuple[object, ...],
-        kwargs: Arguments,
-    ) -> Any:
-        """Return what a model returns if its last block returns these tokens.
+    def run(self, behind: Mapping[str, nn.Module], x_BND: Tensor, args: tuple[object, ...], kwargs: Arguments) -> Any:
+        """Return what the model returns if its last block returns these tokens.
 
         Args:
             behind: Modules that run instead of the model's own, by name.
             args: The arguments of the model for the same images.
         """
+        model = self.model
         path = self.blocks.split(".")
         stand_ins: dict[str, nn.Module] = {name: _HandsOn(model.get_submodule(name), x_BND) for name in self.ahead}
         stand_ins |= behind
@@ -74,6 +72,46 @@ class Head:
             if depth == len(path) - 1 and hasattr(inner, "forward_head"):
                 vars(inner)["forward"] = functools.partial(_head_of_timm, inner, x_BND)
         return inner.forward(*args, **kwargs)
+
+
+class HeadCopy(Added):
+    """A model's head with weights of its own: copies of the modules that run behind the blocks.
+
+    Args:
+        head: The model's own head.
+    """
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.mod_head = head
+        self.copy_modules(head.behind)
+
+    def copy_modules(self, names: Iterable[str]) -> None:
+        """Copy modules of the model."""
+        for name in names:
+            self.add_module(_inside(name), copy.deepcopy(self.mod_head.model.get_submodule(name)))
+
+    def mod_fill(self, device: torch.device) -> None:
+        """Copy the model's modules again."""
+        self.copy_modules(self.mod_head.behind)
+        self.mod_emptied = False
+
+    def forward(self, x_BND: Tensor, args: tuple[object, ...], kwargs: Arguments) -> Any:
+        """Return what the model returns for the tokens after a block.
+
+        Args:
+            args: The model's arguments for the same images.
+        """
+        behind = {name: self.get_submodule(_inside(name)) for name in self.mod_head.behind}
+        output = self.mod_head.run(behind, x_BND, args, kwargs)
+        if not isinstance(logits_of(output), Tensor) or (isinstance(output, tuple) and len(output) > 1):
+            raise ValueError("early exit supports heads with one output: call model.set_distilled_training(False)")
+        return output
+
+
+def _inside(name: str) -> str:
+    """Return the name of a model's module inside a copy of its head."""
+    return name.replace(".", "_")
 
 
 class _HandsOn(nn.Module):
@@ -140,12 +178,12 @@ def find_head(model: nn.Module, stack: BlockStack) -> Head:
         raise ValueError(f"this {title} is no classifier of images: early exit needs class probabilities")
     if is_of_timm:
         present = [module for module in _TIMM_HEAD if isinstance(getattr(owner, module, None), nn.Module)]
-        return Head(name, False, (), tuple(f"{stack.owner}.{module}".strip(".") for module in present))
+        return Head(model, name, False, (), tuple(f"{stack.owner}.{module}".strip(".") for module in present))
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         trial, reasons = first_that_runs(model, lambda inputs: _Trial(model, stack, name, inputs))
         if trial is None:
             raise ValueError(f"no input reached the head of this {title} ({reasons})")
-        return trial.head(title)
+        return replace(trial.head(title), model=model)
 
 
 class _Trial:
@@ -198,7 +236,7 @@ class _Trial:
         behind = tuple(dict.fromkeys(self.behind))
         ahead = tuple(name for name in dict.fromkeys(self.ahead) if name not in behind)
         # The model's own code may compute with what the embedding returns, which then has to run.
-        heads = [Head(self.name, self.in_tuple, names, behind) for names in (ahead, ())]
+        heads = [Head(self.model, self.name, self.in_tuple, names, behind) for names in (ahead, ())]
         head = next((head for head in heads if self._is_equal(head, logits)), None)
         if head is None:
             raise ValueError(
@@ -215,7 +253,7 @@ class _Trial:
         one[pixels] = torch.randn_like(one[pixels])
         args, named = split_inputs(one)
         try:
-            actual = logits_of(head.run(self.model, {}, self.x[1:], args, named))
+            actual = logits_of(head.run({}, self.x[1:], args, named))
         # A model may raise anything for tokens instead of what it embeds.
         except Exception:
             return False

@@ -5,7 +5,6 @@ Axes: B images, N tokens, D channels, C classes.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.adapters.head import Head, find_head, logits_of
+from mmod.adapters.head import HeadCopy, find_head, logits_of
 from mmod.blocks import BlockOwner, BlockState, Deciding, Span, convert, name_arguments, positional_names
 from mmod.blocks.calls import StackCall
 from mmod.blocks.converted import ConvertedBlock, check_once
@@ -25,7 +24,6 @@ from mmod.config.plan import after_quarters, check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
 from mmod.routing import Kept, Routing
-from mmod.routing.added import Added
 
 # The modules of timm's models that `reset_classifier` replaces.
 _CLASSIFIER = ("head", "head_dist")
@@ -74,14 +72,18 @@ class Exit(Method):
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
         blocks = self._blocks_of(stack)
         head = find_head(model, stack)
+        turns = {index: turn for turn, index in enumerate(blocks)}
         first = blocks[0]
         span = Span(stack.calls, stack.names[first:])
         for index, block in enumerate(stack.blocks[first:], first):
             call = stack.call_of(block, None)
-            state = BlockState(call=call, span=span, position=index - first, number=index)
+            turn = turns.get(index, 0)
+            state = ExitState(
+                call=call, span=span, position=index - first, number=index, turn=turn, turns=len(blocks) + 1
+            )
             convert(block, ExitBlock, state, call.shell)
-            if index in blocks:
-                block.exit = ExitHead(model, head, turn=blocks.index(index), turns=len(blocks) + 1)
+            if index in turns:
+                block.exit = HeadCopy(head)
         stack.own_(model, ExitModel)
 
     def _blocks_of(self, stack: BlockStack) -> tuple[int, ...]:
@@ -91,52 +93,18 @@ class Exit(Method):
         return self.blocks
 
 
-class ExitHead(Added):
-    """A model's head with separate weights: copies of what runs behind its blocks.
+@dataclass(eq=False, kw_only=True)
+class ExitState(BlockState):
+    """Plain state of a block with an exit, or after one.
 
     Args:
-        turn: Number of the exit.
+        turn: Number of the exit that follows the block; 0 also where none does.
         turns: Number of exits, including the final head.
     """
 
-    def __init__(self, model: nn.Module, head: Head, turn: int, turns: int) -> None:
-        super().__init__()
-        self.turn = turn
-        self.turns = turns
-        # Not as a submodule: the head would be its own descendant.
-        self.__dict__["model"] = model
-        self.__dict__["head_of_model"] = head
-        for name in head.behind:
-            self.copy_module(name)
-
-    def copy_module(self, name: str) -> None:
-        """Copy one of the model's modules."""
-        self.add_module(_inside(name), copy.deepcopy(self.__dict__["model"].get_submodule(name)))
-
-    def mod_fill(self, device: torch.device) -> None:
-        """Copy the model's modules again."""
-        for name in self.__dict__["head_of_model"].behind:
-            self.copy_module(name)
-        self.mod_emptied = False
-
-    def forward(self, x_BND: Tensor, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
-        """Return what the model returns for the tokens after a block.
-
-        Args:
-            args: The model's arguments for the same images.
-        """
-        head: Head = self.__dict__["head_of_model"]
-        behind = {name: self.get_submodule(_inside(name)) for name in head.behind}
-        output = head.run(self.__dict__["model"], behind, x_BND, args, kwargs)
-        logits = logits_of(output)
-        if not isinstance(logits, Tensor) or (isinstance(output, tuple) and len(output) > 1):
-            raise ValueError("early exit supports heads with one output: call model.set_distilled_training(False)")
-        return output
-
-
-def _inside(name: str) -> str:
-    """Return the name of a model's module inside a head."""
-    return name.replace(".", "_")
+    span: Span
+    turn: int
+    turns: int
 
 
 class ExitCall(StackCall):
@@ -222,9 +190,9 @@ class ExitCall(StackCall):
 class ExitBlock(Deciding, ConvertedBlock):
     """Mixin of a block with an exit, or after one."""
 
-    mod_state: BlockState
+    mod_state: ExitState
     mod_method: Exit
-    exit: ExitHead
+    exit: HeadCopy
     mod_added_modules = ("exit",)
 
     @property
@@ -236,7 +204,6 @@ class ExitBlock(Deciding, ConvertedBlock):
         """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
         check_once(self, x)
         state = self.mod_state
-        assert state.span is not None
         call = state.span.calls.value.running
         if not isinstance(call, ExitCall):
             # Outside a call of the model no image exits.
@@ -285,7 +252,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         index_B = call.index_B
         if self.training:
             # By the place in the batch, whatever the confidence: every head sees images of all kinds.
-            leaves_B = (index_B % self.exit.turns).eq(self.exit.turn)
+            leaves_B = (index_B % self.mod_state.turns).eq(self.mod_state.turn)
             answer = self.exit(y_BND[leaves_B], *call.inputs_of(index_B[leaves_B]))
         else:
             output = self.exit(y_BND, *call.inputs_of(index_B))
@@ -373,10 +340,8 @@ def _as_reset(converted: type[nn.Module], host_reset: Callable[..., object]) -> 
         if not num_classes:
             raise ValueError("early exit needs class probabilities: call mmod.undo_ before reset_classifier(0)")
         super(converted, self).reset_classifier(num_classes, *args, **kwargs)
-        exits = [module for module in self.modules() if isinstance(module, ExitHead)]
-        for head in exits:
-            for name in _CLASSIFIER:
-                if name in head._modules:
-                    head.copy_module(name)
+        for head in self.modules():
+            if isinstance(head, HeadCopy):
+                head.copy_modules(name for name in _CLASSIFIER if name in head._modules)
 
     return reset_classifier
