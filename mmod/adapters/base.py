@@ -372,8 +372,7 @@ class NamedArguments(CallForm, BlockCall):
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
         assert routing is not None
         if routing.kept.image_S is not None:
-            image_S = routing.kept.image_S
-            return {name: self.of_images(name, value, image_S, x_BND.shape[0]) for name, value in arguments.items()}
+            return self.narrow_images(arguments, routing.kept.image_S, x_BND.shape[0])
         narrowed = self.narrow_rows(arguments, routing.kept.index_BK)
         mask = narrowed.pop(self.mask, None)
         if mask is not None:
@@ -385,10 +384,10 @@ class NamedArguments(CallForm, BlockCall):
         # Last, because a bias turns a mask of truth values into numbers.
         return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
 
-    def of_images(self, name: str, value: object, image_S: Tensor, images: int) -> object:
-        """Return an argument for some of the images; what is the same for all is unchanged."""
+    def narrow_images(self, arguments: Arguments, image_S: Tensor, images: int) -> dict[str, Any]:
+        """Return the arguments for some of the images; what is the same for all is unchanged."""
 
-        def select(leaf: object) -> Any:
+        def select(name: str, leaf: object) -> object:
             if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != images:
                 return leaf
             # Masks and rotary embeddings of each image have four axes, or three where they hide keys alone.
@@ -397,7 +396,7 @@ class NamedArguments(CallForm, BlockCall):
                 return leaf.index_select(0, image_S)
             return leaf
 
-        return tree_map(select, value)
+        return {name: tree_map(partial(select, name), value) for name, value in arguments.items()}
 
     def narrow_rows(self, arguments: Arguments, index_BK: Tensor) -> dict[str, Any]:
         """Return the arguments with the rows of some tokens, and their index if the block takes them."""

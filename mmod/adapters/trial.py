@@ -410,5 +410,5 @@ class _Trial:
         twice = torch.tensor([image, image])
         alone = copy.copy(self)
         alone.x_BND = self.x_BND[twice]
-        alone.arguments = {name: self.call.of_images(name, value, twice, 2) for name, value in self.arguments.items()}
+        alone.arguments = self.call.narrow_images(self.arguments, twice, 2)
         return alone.run(index_1K.expand(2, -1))[image : image + 1]

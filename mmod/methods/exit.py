@@ -77,6 +77,7 @@ class Exit(Method):
         span = Span(stack.calls, stack.names[first:])
         for index, block in enumerate(stack.blocks[first:], first):
             call = stack.call_of(block, None)
+            assert isinstance(call, NamedArguments)
             turn = turns.get(index, 0)
             state = ExitState(
                 call=call, span=span, position=index - first, number=index, turn=turn, turns=len(blocks) + 1
@@ -102,6 +103,7 @@ class ExitState(BlockState):
         turns: Number of exits, including the final head.
     """
 
+    call: NamedArguments
     span: Span
     turn: int
     turns: int
@@ -149,21 +151,12 @@ class ExitCall(StackCall):
         args, kwargs = self.inputs
         if index_B.shape[0] == self.total:
             return args, dict(kwargs)
-        narrowed = tuple(self._of_images(index_B, value) for value in args)
-        return narrowed, {name: self._of_images(index_B, value) for name, value in kwargs.items()}
 
-    def _of_images(self, index_B: Tensor, value: Any) -> object:
-        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
-        if has_rows:
-            return value.index_select(0, index_B)
-        return value
+        def narrow(value: object) -> object:
+            has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
+            return value.index_select(0, index_B) if has_rows else value
 
-    def narrowed(self, block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a block for the remaining images."""
-        assert isinstance(block, NamedArguments)
-        assert self.index_B is not None
-        bound = block.bind(args, kwargs)
-        return {name: block.of_images(name, bound[name], self.index_B, self.total) for name in bound}
+        return tuple(map(narrow, args)), {name: narrow(value) for name, value in kwargs.items()}
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return rows of the remaining images as those of all, zeros for images that exited."""
@@ -217,7 +210,8 @@ class ExitBlock(Deciding, ConvertedBlock):
         # Not every host supports an empty batch.
         if x.shape[0]:
             if x.shape[0] < call.total:
-                kwargs = call.narrowed(state.call, args, kwargs)
+                assert call.index_B is not None
+                kwargs = state.call.narrow_images(state.call.bind(args, kwargs), call.index_B, call.total)
                 args = ()
             y = super().forward(x, *args, **kwargs)
         if state.ends:
@@ -234,10 +228,8 @@ class ExitBlock(Deciding, ConvertedBlock):
         """Record which images the block runs on, if a trace asks for it."""
         if not self.mod_record.traced:
             return
-        if index_B is None:
-            runs_B1 = torch.ones(total, 1, dtype=torch.bool, device=x_BND.device)
-        else:
-            runs_B1 = torch.zeros(total, 1, dtype=torch.bool, device=x_BND.device)
+        runs_B1 = torch.full((total, 1), index_B is None, device=x_BND.device)
+        if index_B is not None:
             runs_B1[index_B] = True
         # A decision about images, each of which is one token here.
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
