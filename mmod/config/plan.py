@@ -57,16 +57,6 @@ def rescaled(capacities: Sequence[float], mean: float) -> tuple[float, ...]:
     return tuple(round(1 - (1 - capacity) * factor, 6) for capacity in capacities)
 
 
-def after_quarters(depth: int) -> tuple[int, ...]:
-    """Return the blocks after each quarter of a depth.
-
-    Example:
-        >>> after_quarters(12), after_quarters(6)
-        ((3, 6, 9), (1, 3, 4))
-    """
-    return tuple(sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)}))
-
-
 def check_blocks(blocks: Sequence[int], depth: int) -> None:
     """Raise a ValueError unless blocks of a model are named in order, each once, and at least one."""
     if not blocks:
@@ -74,6 +64,19 @@ def check_blocks(blocks: Sequence[int], depth: int) -> None:
     ascend = list(blocks) == sorted(set(blocks))
     if not ascend or blocks[0] < 0 or blocks[-1] >= depth:
         raise ValueError(f"blocks must be ascending numbers from 0 to {depth - 1}, each once, got {list(blocks)}")
+
+
+def blocks_or_quarters(blocks: tuple[int, ...] | None, depth: int) -> tuple[int, ...]:
+    """Return checked blocks of a model; None is those after each quarter of its depth.
+
+    Example:
+        >>> blocks_or_quarters(None, 12), blocks_or_quarters(None, 6), blocks_or_quarters((2, 4), 6)
+        ((3, 6, 9), (1, 3, 4), (2, 4))
+    """
+    if blocks is None:
+        blocks = tuple(sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)}))
+    check_blocks(blocks, depth)
+    return blocks
 
 
 class PlannedBlock(NamedTuple):

@@ -20,7 +20,7 @@ from mmod.adapters.head import HeadCopy, find_head, logits_of
 from mmod.blocks import BlockOwner, BlockState, Deciding, Span, convert, name_arguments, positional_names
 from mmod.blocks.calls import StackCall
 from mmod.blocks.converted import ConvertedBlock, check_once
-from mmod.config.plan import after_quarters, check_blocks
+from mmod.config.plan import blocks_or_quarters
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
 from mmod.routing import Kept, Routing
@@ -60,8 +60,7 @@ class Exit(Method):
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model classifies and has blocks after each exit."""
-        blocks = self._blocks_of(stack)
-        check_blocks(blocks, len(stack.blocks))
+        blocks = blocks_or_quarters(self.blocks, len(stack.blocks))
         if blocks[-1] == len(stack.blocks) - 1:
             raise ValueError(
                 f"an exit after the last block saves nothing: blocks must be below {len(stack.blocks) - 1}"
@@ -70,7 +69,7 @@ class Exit(Method):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
-        blocks = self._blocks_of(stack)
+        blocks = blocks_or_quarters(self.blocks, len(stack.blocks))
         head = find_head(model, stack)
         turns = {index: turn for turn, index in enumerate(blocks)}
         first = blocks[0]
@@ -86,12 +85,6 @@ class Exit(Method):
             if index in turns:
                 block.exit = HeadCopy(head)
         stack.own_(model, ExitModel)
-
-    def _blocks_of(self, stack: BlockStack) -> tuple[int, ...]:
-        """Return the numbers of the blocks that an exit follows."""
-        if self.blocks is None:
-            return after_quarters(len(stack.blocks))
-        return self.blocks
 
 
 @dataclass(eq=False, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Reduced
-from mmod.config.plan import after_quarters, check_blocks
+from mmod.config.plan import blocks_or_quarters
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import Reducing, Reduction, pooling
 from mmod.ops import capture_importance, capture_inputs, gather_rows
@@ -62,11 +62,7 @@ class Prune(Reducing):
 
     def rules(self, model: nn.Module, stack: BlockStack) -> dict[int, Reduction]:
         """Return the rule of each block that prunes."""
-        depth = len(stack.blocks)
-        blocks = self.blocks
-        if blocks is None:
-            blocks = after_quarters(depth)
-        check_blocks(blocks, depth)
+        blocks = blocks_or_quarters(self.blocks, len(stack.blocks))
         if self.by == "class_token" and not stack.class_token:
             raise ValueError(
                 f"by='class_token': this {type(model).__name__} has no class token; valid are 'auto' and 'mean'"
