@@ -36,7 +36,7 @@ from mmod.blocks.conversion import (
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.execution import choose_execution
 from mmod.blocks.first_call import compare_grid, has_replaced_forward, watch_first_call
-from mmod.blocks.grid import GridSource, RowSource, grid_of_map, patches_of_pass
+from mmod.blocks.grid import GridSource, PictureSize, RowSource, grid_of_map, patches_of_pass, picture_sizes
 from mmod.blocks.hook import ModelHook, attach, check_whole_batch, detach_hooks, model_hooks
 from mmod.blocks.importance import ImportanceBlock, ImportanceState, make_importance
 from mmod.blocks.owner import BlockOwner, OwnerState

@@ -6,7 +6,7 @@ patch, F numbers of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -90,6 +90,39 @@ def _cuts(module: nn.Conv2d) -> bool:
     return unpadded and module.stride == module.kernel_size and module.in_channels <= _CHANNELS
 
 
+class PictureSize(NamedTuple):
+    """Frames, rows and columns of the patches of an image or a video.
+
+    Args:
+        side: Patches along a side of a token of the language model.
+    """
+
+    frames: int
+    rows: int
+    columns: int
+    side: int
+
+    @property
+    def patches(self) -> int:
+        """Number of patches in all frames."""
+        return self.frames * self.rows * self.columns
+
+
+def picture_sizes(arguments: Arguments, side: int | None, prefix: str = "") -> list[PictureSize]:
+    """Return the sizes of pictures whose patches come as rows, from a host's `grid_thw`.
+
+    Args:
+        side: That of tokens, unless `merge_sizes` says it of each picture, as in VideoLLaMA 3.
+        prefix: What the names of both arguments begin with, "image_" or "video_".
+    """
+    grids: list[list[int]] = arguments[f"{prefix}grid_thw"].tolist()
+    sides: list[Any] = [side] * len(grids)
+    merged: Tensor | None = arguments.get(f"{prefix}merge_sizes")
+    if merged is not None:
+        sides = merged.tolist()
+    return [PictureSize(*grid, own) for grid, own in zip(grids, sides, strict=True)]
+
+
 class RowSource(NamedTuple):
     """Where a host gets each patch as a row of pixels, and those of a token of the language model one after another.
 
@@ -115,16 +148,9 @@ class RowSource(NamedTuple):
     def pictures(self, arguments: Arguments) -> list[tuple[Tensor, int]]:
         """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, of each picture."""
         rows: Tensor = arguments[self.argument].detach()
-        sides: Tensor | None = arguments.get("merge_sizes")
-        sizes = arguments["grid_thw"].tolist()
-        by_picture: list[Any] = [self.side] * len(sizes)
-        if sides is not None:
-            by_picture = sides.tolist()
-        parts = rows.flatten(1).split([frames * height * width for frames, height, width in sizes])
-        pictures = []
-        for part, size, side in zip(parts, sizes, by_picture, strict=True):
-            pictures.append((spread_rows(part, size, side, self.channels), side))
-        return pictures
+        sizes = picture_sizes(arguments, self.side)
+        parts = rows.flatten(1).split([size.patches for size in sizes])
+        return [(spread_rows(part, size, self.channels), size.side) for part, size in zip(parts, sizes)]
 
     def hook(self, calls: PerThread[StackCalls], score: Score) -> ModelHook:
         """Return the hook of the module that tells passes what a score reads of pixels."""
@@ -135,37 +161,40 @@ class RowSource(NamedTuple):
         """Tell the forward pass of a tower that gets patches as rows what a score sees of their pixels."""
         parts = []
         for pixels, side in self.pictures(arguments):
-            parts.append(_in_rows(see(pixels), self.places(pixels, side)))
+            size = PictureSize(*pixels.shape[:3], side)
+            parts.append(_in_rows(see(pixels), self.places(size, pixels.device)))
         longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
         seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))
         calls.value.show_patches(Patches(None, seen))
 
-    def places(self, pixels_BRCHE: Tensor, side: int) -> Tensor:
+    def places(self, size: PictureSize, device: torch.device) -> Tensor:
         """Return the place of each patch of a frame (N) among the rows that blocks get."""
-        rows, columns = pixels_BRCHE.shape[1:3]
-        numbers = torch.arange(rows * columns, device=pixels_BRCHE.device)
-        row_N = spread_rows(numbers.unsqueeze(1), (1, rows, columns), side, 1).flatten()
+        numbers = torch.arange(size.rows * size.columns, device=device)
+        row_N = spread_rows(numbers.unsqueeze(1), size._replace(frames=1), 1).flatten()
         if self.order is None:
             return row_N
         # It says which row comes at each place; asked for is the place of each row.
-        comes_N = self.order(self.module, (rows, columns)).to(row_N.device)
+        comes_N = self.order(self.module, (size.rows, size.columns)).to(device)
         return comes_N.argsort()[row_N]
 
+    def by_place(self, value_P: Tensor, size: PictureSize) -> Tensor:
+        """Return what blocks say of each patch of a picture (P) by its row and column (B, R, C)."""
+        value_BN = value_P.unflatten(0, (size.frames, -1))[:, self.places(size, value_P.device)]
+        return value_BN.unflatten(1, (size.rows, size.columns))
 
-def spread_rows(rows_PF: Tensor, grid: Sequence[int], side: int, channels: int) -> Tensor:
+
+def spread_rows(rows_PF: Tensor, size: PictureSize, channels: int) -> Tensor:
     """Return the pixels of patches by row and column (B, R, C, H, E), from rows in which a token's follow each other.
 
     Args:
         rows_PF: Pixels of each patch, channel by channel.
-        grid: Frames, rows and columns of patches.
-        side: Patches along a side of a token.
 
     Example:
         >>> rows = torch.arange(8.0).unsqueeze(1)
-        >>> spread_rows(rows, (1, 2, 4), 2, 1).flatten(2).squeeze(0).tolist()
+        >>> spread_rows(rows, PictureSize(1, 2, 4, side=2), 1).flatten(2).squeeze(0).tolist()
         [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
     """
-    frames, rows, columns = grid
+    frames, rows, columns, side = size
     pixels = rows_PF.reshape(frames, rows // side, columns // side, side, side, channels, -1)
     return pixels.transpose(2, 3).reshape(frames, rows, columns, channels, -1)
 

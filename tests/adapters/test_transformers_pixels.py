@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.blocks.grid import spread_rows
+from mmod.blocks.grid import picture_sizes, spread_rows
 from tests.kit.cover import in_turn
 from tests.kit.generation import check_cache_changes_nothing, generate
 from tests.kit.oracle import duplicates_by_loop
@@ -460,7 +460,8 @@ def test_rows_are_spread_as_the_processor_of_qwen_cut_the_picture() -> None:
     given = processing.Qwen2VLImageProcessor()(
         images=pixels, do_resize=False, do_normalize=False, do_rescale=False, return_tensors="pt"
     )
-    (spread,) = spread_rows(given["pixel_values"], given["image_grid_thw"][0].tolist(), 2, 3)
+    size, *_ = picture_sizes(given, 2, "image_")
+    (spread,) = spread_rows(given["pixel_values"], size, 3)
     # A still picture is two equal frames.
     expected = cut(pixels, 14).unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten(3)
     torch.testing.assert_close(spread, expected.to(spread.dtype))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import Arguments
+from mmod.blocks import Arguments, picture_sizes
 
 # A keyword of the model's forward that marks image tokens.
 IMAGES = "image_mask"
@@ -186,15 +186,8 @@ class ImageTokens:
         return None
 
     def _clips_of_grid(self, arguments: Arguments, name: str, tokens: int) -> list[Clip] | None:
-        grid = arguments[f"{name}_grid_thw"].tolist()
-        # VideoLLaMA 3 merges the patches of each image or video by a number of its own.
-        merged = arguments.get(f"{name}_merge_sizes")
-        sides = [self.merged] * len(grid)
-        if merged is not None:
-            sides = merged.tolist()
-        clips = []
-        for (time, height, width), side in zip(grid, sides, strict=True):
-            clips.append(Clip(time, height * width // side**2))
+        sizes = picture_sizes(arguments, self.merged, f"{name}_")
+        clips = [Clip(size.frames, size.rows * size.columns // size.side**2) for size in sizes]
         described = sum(clip.total for clip in clips)
         if described == tokens:
             return clips

@@ -6,6 +6,8 @@ T image tokens, R rows and C columns of patches, H channels of a pixel, E pixels
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import isqrt
 from typing import Any, cast
 
@@ -20,9 +22,9 @@ from mmod.blocks import (
     Arguments,
     ImportanceState,
     ModelHook,
-    RowSource,
     is_converted,
     make_importance,
+    picture_sizes,
 )
 from mmod.blocks.record import recomputing
 from mmod.config import Score
@@ -47,13 +49,20 @@ class TowerReader:
         stack: The layers of its tower.
         option: The option that asks for it.
         empty: The value of tokens without patches.
+        of_patches: Returns the value of each token (T) from those of its patches (T, E).
 
     Raises:
         ValueError: Image tokens do not stand for squares of patches.
     """
 
-    def __init__(self, entry: Any, stack: BlockStack, option: str, empty: float) -> None:
+    # Tokens of each image that stand for a prefix token, which has no patch.
+    others = 0
+
+    def __init__(
+        self, entry: Any, stack: BlockStack, option: str, empty: float, of_patches: Callable[[Tensor], Tensor]
+    ) -> None:
         self.entry: nn.Module = entry
+        self.of_patches = of_patches
         self.option = option
         self.empty = empty
         self.stack = stack
@@ -117,7 +126,11 @@ class TowerReader:
             )
         masks = [kind_BN == KINDS[name] for name in names]
         counts = [int(mask_BN.sum()) for mask_BN in masks]
-        value_T = self._values(calls, sum(counts), names, arguments)
+        values = []
+        for value_IRC, side in self._maps(calls, sum(counts), names, arguments):
+            value_IT = self.of_patches(by_square(value_IRC, side)).view(len(value_IRC), -1)
+            values.append(F.pad(value_IT, (self.others, 0), value=self.empty).flatten())
+        value_T = torch.cat(values)
         if sum(counts) != len(value_T):
             raise ValueError(
                 f"the images of this call have {len(value_T)} image tokens, the prompts have {sum(counts)}"
@@ -127,8 +140,8 @@ class TowerReader:
             value_BN = value_BN.masked_scatter(mask_BN, part_T)
         return value_BN
 
-    def _values(self, calls: list[Any], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
-        """Return the value of each image token (T) from what was noted, those of images before those of videos.
+    def _maps(self, calls: list[Any], tokens: int, names: list[str], arguments: Arguments) -> list[tuple[Tensor, int]]:
+        """Return the values that were noted, by row and column (I, R, C), each with the side of its tokens.
 
         Args:
             tokens: Image tokens in the prompts.
@@ -173,7 +186,7 @@ class TowerImportance(TowerReader):
     """
 
     def __init__(self, entry: Any, stack: BlockStack) -> None:
-        super().__init__(entry, stack, "router.importance='vision_tower'", 0.0)
+        super().__init__(entry, stack, "router.importance='vision_tower'", 0.0, partial(torch.mean, dim=1))
         self.reads: nn.Module = stack.blocks[_last_used(entry.config, len(stack.blocks))]
         importance = "class_token" if stack.class_token else "mean"
         self.state = ImportanceState(call=stack.call_of(self.reads, None), importance=importance, noted=self.noted)
@@ -197,35 +210,23 @@ class TowerImportance(TowerReader):
         make_importance(self.reads, self.state)
         remember(self.entry, self.stack)
 
-    def _values(self, calls: list[Tensor], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
-        if self.stack.rows is not None:
-            value_Q = torch.cat([value.flatten() for value in calls])
-            return self._means_in_rows(self.stack.rows, value_Q, names, arguments)
+    def _maps(
+        self, calls: list[Tensor], tokens: int, names: list[str], arguments: Arguments
+    ) -> list[tuple[Tensor, int]]:
+        rows = self.stack.rows
+        if rows is not None:
+            sizes = [size for name in names for size in picture_sizes(arguments, rows.side, f"{name}_")]
+            pictures = torch.cat([value.flatten() for value in calls]).split([size.patches for size in sizes])
+            return [(rows.by_place(value_P, size), size.side) for value_P, size in zip(pictures, sizes)]
         # Images of several sizes may be one sequence, without prefix tokens.
         parts = [value if value.ndim == 1 else value[:, self.first :] for value in calls]
         side = side_of(sum(part.numel() for part in parts), tokens)
         if side == 1:
-            return torch.cat([part.flatten() for part in parts])
+            return [(part.reshape(1, 1, -1), 1) for part in parts]
         value_IP = torch.cat(parts)
         height, width = cast(Tensor, pixels_of(arguments, names[0])).shape[-2:]
-        rows = isqrt(value_IP.shape[1] * height // width)
-        return by_square(value_IP.unflatten(1, (rows, -1)), side).mean(1)
-
-    def _means_in_rows(self, source: RowSource, value_Q: Tensor, names: list[str], arguments: Arguments) -> Tensor:
-        """Return the mean of the patches that each token stands for (T), in the order of the prompt."""
-        means = []
-        start = 0
-        for name in names:
-            grids = arguments[f"{name}_grid_thw"].tolist()
-            given: Tensor | None = arguments.get(f"{name}_merge_sizes")
-            sides = [source.side] * len(grids) if given is None else given.tolist()
-            for (frames, rows, columns), side in zip(grids, sides, strict=True):
-                for frame_N in value_Q[start : start + frames * rows * columns].split(rows * columns):
-                    if source.order is not None:
-                        frame_N = frame_N[source.order(source.module, (rows, columns)).argsort().to(frame_N.device)]
-                    means.append(frame_N.view(-1, side**2).mean(1))
-                start += frames * rows * columns
-        return torch.cat(means)
+        grid_rows = isqrt(value_IP.shape[1] * height // width)
+        return [(value_IP.unflatten(1, (grid_rows, -1)), side)]
 
 
 def _last_used(config: object, layers: int) -> int:
@@ -251,7 +252,7 @@ class TowerPixels(TowerReader):
     """
 
     def __init__(self, entry: object, stack: BlockStack, score: Score) -> None:
-        super().__init__(entry, stack, f"router={score.name!r}", FIRST)
+        super().__init__(entry, stack, f"router={score.name!r}", FIRST, partial(torch.amax, dim=1))
         self.score = score
         source = stack.rows or stack.grid
         if source is None:
@@ -263,6 +264,8 @@ class TowerPixels(TowerReader):
         source.check(score, stack.names[0])
         self.source = source
         self.std = None if stack.grid is None else stack.grid.std
+        if stack.rows is None:
+            self.others = stack.prefix - self.first
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
@@ -275,19 +278,17 @@ class TowerPixels(TowerReader):
             self.noted.value += self.source.pictures(arguments)
 
     @torch.no_grad()
-    def _values(self, calls: list[tuple[Tensor, int]], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
+    def _maps(
+        self, calls: list[tuple[Tensor, int]], tokens: int, names: list[str], arguments: Arguments
+    ) -> list[tuple[Tensor, int]]:
         common = 0
-        # Tokens of each image that stand for a prefix token, whose value is that of tokens without pixels.
-        others = 0
         if self.stack.rows is None:
-            others = self.stack.prefix - self.first
             images = sum(len(pixels_IRCHE) for pixels_IRCHE, _ in calls)
             patches = sum(pixels_IRCHE.shape[:3].numel() for pixels_IRCHE, _ in calls)
-            common = side_of(patches, tokens - images * others)
-        values = []
+            common = side_of(patches, tokens - images * self.others)
+        maps = []
         for pixels_IRCHE, side in calls:
             frames = len(pixels_IRCHE) if side else 1
             score_IN, *_ = self.score.see(pixels_IRCHE, self.std, frames=frames, side=side or common)
-            value_T = by_square(score_IN.view(pixels_IRCHE.shape[:3]), side or common).amax(1)
-            values.append(F.pad(value_T.view(len(pixels_IRCHE), -1), (others, 0), value=FIRST).flatten())
-        return torch.cat(values)
+            maps.append((score_IN.view(pixels_IRCHE.shape[:3]), side or common))
+        return maps
