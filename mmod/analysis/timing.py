@@ -77,6 +77,11 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    @property
+    def shown(self) -> Spread:
+        """The speed-up as tables print it: rules by it hold for whoever reads them."""
+        return Spread(round(self.median, 2), round(self.low, 2), round(self.high, 2))
+
     def __format__(self, form: str) -> str:
         """Return the median, and in brackets the quartiles if the format starts with one and they differ."""
         number = form.lstrip("[")
@@ -106,7 +111,7 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
     return {name: (base_time / speedup, speedup) for name, speedup in speedups.items()}
 
 
-KEPT_TIMES = "Use a new folder (`--output FOLDER`, in Python `folder=`): this one keeps its times."
+KEPT_TIMES = "Use a new folder (`--output FOLDER`): this one keeps its times."
 """Behind a caution on times that are kept in a folder."""
 
 
