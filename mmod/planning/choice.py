@@ -27,6 +27,8 @@ from mmod.analysis.timing import Spread
 
 NOISE = 1.03
 """Speeds whose ratio is below this are within the noise of a machine."""
+# A gain below this is one to think about.
+_HARDLY = 1.1
 USE = "<- use"
 """What marks the row of a table that a sentence says to use."""
 NAMED = "<- named"
@@ -45,8 +47,10 @@ SEEDS = "seeds"
 _SPEEDS = (1.25, 1.5, 2.0)
 # Chance from which on a result is called probable; between it and its opposite, it is as likely as not.
 _PROBABLE = 2 / 3
-# A loss that more than so many times the samples would decide about is too close to the tolerance.
+# A loss that more than so many times the samples would decide about is too close to the tolerance. One up to so many
+# times as wide may be chosen instead.
 _MANY = 10
+_WIDER = 2.5
 # Ends of the names of measures that count answers, right or wrong, or equal or not.
 _OF_ANSWERS = ("accuracy", "agreement", "right answers")
 
@@ -112,6 +116,11 @@ class AdviceRow:
         return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
 
     @property
+    def is_clearly_faster(self) -> bool:
+        """Whether it is faster than the dense model by the lower quartile."""
+        return self.speedup.shown.low >= NOISE
+
+    @property
     def worst(self) -> float:
         """What it loses at the worse end of its interval, or by its mean where there is none."""
         return self.loss.high if self.loss.has_interval else self.loss.value
@@ -164,7 +173,7 @@ class Recommendation:
         """The fastest model within the tolerance, or one as fast that loses less; None if the dense one is."""
         within = self._within
         # Times of a few rounds cannot tell these apart: the loss does.
-        as_fast = [model for model in within if NOISE * model.speedup.median >= within[0].speedup.median]
+        as_fast = [model for model in within if NOISE * model.speedup.shown.median >= within[0].speedup.shown.median]
         return min(as_fast, key=lambda model: model.order, default=None)
 
     @property
@@ -183,9 +192,9 @@ class Recommendation:
         costs = {name: model.figures[0] for name, model in by_name.items()}
         fastest = 0.0
         if self._within:
-            fastest = NOISE * self._within[0].speedup.median
+            fastest = NOISE * self._within[0].speedup.shown.median
         front = [by_name[name] for name in unbeaten(costs, is_better, tolerance=1.0)]
-        return [model for model in front if self._is_open(model) and model.speedup.median > fastest]
+        return [model for model in front if self._is_open(model) and model.speedup.shown.median > fastest]
 
     def at_speed(self, speed: float) -> AdviceRow | None:
         """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up.
@@ -245,19 +254,23 @@ class Recommendation:
             return f"{untold}: these lose least by their means."
         named = self.named
         if named is None:
-            return f"Keep the dense model for {self.where}: {self._kept}."
+            return f"Keep the dense model for {self.where}: {self._kept}.{self._hardly_faster}"
         figures = f"{named.speedup:[.2f} times as fast, {self._change(named)}"
         if self.used is not None:
             at_speed = ""
             if self.speed is not None:
                 at_speed = f", the least at {self.speed:g} times the speed ({_least_speed(self.speed)})"
-            condition = ", if an idle machine confirms its speed" if self.is_unsteady else ""
+            condition = ""
+            if self.is_unsteady:
+                condition = ", if an idle machine confirms its speed"
+            elif named.speedup.shown.median < _HARDLY:
+                condition = ", though it is hardly faster"
             use = f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}."
             return f"{use}{self._undecided_by_speed}"
         if self.speed is None:
             return (
                 f"Keep the dense model for {self.where} for now: {named.label} is probably no more than "
-                f"{self.limit} worse, and {self._deciding(named, of='')}. It is {figures}."
+                f"{self.limit} worse, and {self._deciding(named, of='')}. It is {figures}.{self._hardly_faster}"
             )
         as_fast = f"{self.speed:g} times as fast ({_least_speed(self.speed)}) for {self.where}"
         if not _reaches(self.speed)(named):
@@ -323,15 +336,30 @@ class Recommendation:
             return f"whether anything clearly faster is within {self.limit} is unclear, and {tell}"
         if self.undecided:
             return f"nothing clearly faster is likely to be within {self.limit}"
-        nothing = self._nothing(lambda model: model.speedup.low >= NOISE and keeps(model.loss, self.tolerance))
+        nothing = self._nothing(lambda model: model.is_clearly_faster and keeps(model.loss, self.tolerance))
         return f"{nothing} is clearly faster and within {self.limit}"
+
+    @property
+    def _sure(self) -> AdviceRow | None:
+        """The fastest model within the tolerance where none is clearly faster than the dense one."""
+        if self._within or self.speed is not None:
+            return None
+        sure = [model for model in self._advised if keeps(model.loss, self.tolerance)]
+        faster = [model for model in sure if model.speedup.shown.median >= NOISE]
+        return max(faster, key=lambda model: model.speedup.median, default=None)
+
+    @property
+    def _hardly_faster(self) -> str:
+        if self._sure is None:
+            return ""
+        return f" {self._sure.label} is surely within that, but not clearly faster: {self._sure.speedup:[.2f} times."
 
     @property
     def roles(self) -> list[tuple[AdviceRow, str]]:
         """What the sentence and the usual speeds name, and what is undecided, each with what it is for."""
         speeds: dict[str, list[str]] = {}
         likely = self._likely if self.is_tested else None
-        for model in (self.named, likely):
+        for model in (self.named, likely, self._sure):
             if model is not None:
                 speeds[model.name] = []
         wanted = _SPEEDS if self.speed is None else (self.speed,)
@@ -376,18 +404,15 @@ class Recommendation:
             of: Names the model; empty where it was named before.
         """
         missing = missing_samples(model.loss, self.tolerance, model.images)
-        # The interval of a few is wide wherever their loss is.
-        is_near = model.images >= FEWEST and model.loss.has_interval and missing > _MANY * model.images
+        # The interval of a few is wide wherever their loss is: a tolerance as wide says nothing.
+        is_near = missing > _MANY * model.images and model.loss.high <= _WIDER * self.tolerance < 1
         if self.samples == SEEDS or not is_near:
             return f"{self._missing(model)} would tell{of}"
-        told = f"the loss{of} is too close to that to tell"
-        if self._is_enough(model):
-            told += f" from fewer than {missing:,} more {self.samples}"
         # The worse end, rounded up as figures are printed.
         enough = math.ceil(1000 * model.loss.high - ROUNDING) / 1000
-        if enough < 1:
-            told += f"; `--tolerance {enough:g}`, of {_in_points(enough)}, would tell"
-        return told
+        return (
+            f"the loss{of} is too close to that to tell; `--tolerance {enough:g}`, of {_in_points(enough)}, would tell"
+        )
 
     def _missing(self, model: AdviceRow) -> str:
         """Return in words how many more samples would decide about a model."""
@@ -445,7 +470,7 @@ class Recommendation:
     @property
     def _faster(self) -> list[AdviceRow]:
         """Models that are clearly faster than the dense one, the fastest first."""
-        faster = [model for model in self._advised if model.speedup.low >= NOISE]
+        faster = [model for model in self._advised if model.is_clearly_faster]
         return sorted(faster, key=lambda model: -model.speedup.median)
 
     @property
@@ -484,7 +509,7 @@ def points(loss: Estimate) -> str:
 
 def _reaches(speed: float) -> Callable[[AdviceRow], bool]:
     # What reaches the speed within the noise counts.
-    return lambda model: NOISE * model.speedup.median >= speed
+    return lambda model: model.speedup.shown.median >= round(speed / NOISE, 2)
 
 
 def _least_speed(speed: float) -> str:

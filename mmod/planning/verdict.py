@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mmod.analysis.statistics import Estimate
 from mmod.io.tables import MarkdownTable
-from mmod.planning.choice import NOISE, USE, Recommendation, points
+from mmod.planning.choice import USE, Recommendation, points
 
 # Titles of the columns: a difference to dense has its interval in brackets, and a speed its quartiles.
 _HEADER = ("for", "recipe", "times as fast", "to dense [95 %]")
@@ -56,7 +56,7 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
             if mark == USE and one.is_unsteady:
                 outcome += ", if confirmed"
             # Why it is not what the sentence names, though its median is.
-            if one.speed is None and model.speedup.low < NOISE:
+            if one.speed is None and not model.is_clearly_faster:
                 outcome += "; not clearly faster"
             rows.append((role, model.name, f"{model.speedup:[.2f}", points(model.loss), outcome))
         if one.speed is None and one.unreached:
@@ -78,11 +78,11 @@ def _slower(first: Recommendation, other: Recommendation) -> str:
         return ""
     told = ""
     for model in other.models:
-        if model.name != first.used.name or model.speedup.median >= 1:
+        if model.name != first.used.name or model.speedup.shown.median >= 1:
             continue
         how = "about as fast as the dense model"
         # By its quartiles, as what is clearly faster is.
-        if model.speedup.high < 1:
+        if model.speedup.shown.high < 1:
             how = "slower than the dense model"
         told += f" {model.label} is {how} there: {model.speedup:[.2f} times."
     return told
