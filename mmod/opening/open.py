@@ -18,7 +18,7 @@ from mmod.io.files import is_of_transformers, read_json_object
 from mmod.lazy import import_path
 from mmod.methods.base import methods_of, undo_
 from mmod.opening.opened import NAME_A_FILE, Opened, Options
-from mmod.opening.runs import FINAL_MODEL, LOCAL, RUN_CONFIG, find_run, model_folder
+from mmod.opening.runs import FINAL_MODEL, LOCAL, RUN_CONFIG, check_holds_work, find_run, model_folder
 from mmod.pretrained import CONFIG, HUB, has_changed, load_pretrained, local_folder
 from mmod.values import brief, check_module
 
@@ -183,6 +183,7 @@ def _module(model: nn.Module) -> Opened:
 
 def _run(run: Path, path: Path, options: Options) -> Opened:
     """Open the model of a run: what it has saved, or a checkpoint with the architecture in its config."""
+    check_holds_work(path)
     folder = model_folder(path)
     if folder is not None:
         opened = _folder(folder, options)

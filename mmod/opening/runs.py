@@ -19,6 +19,8 @@ LAST_WEIGHTS = "last"
 """Folder of the last weights where the final model is their moving average."""
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
+RESULT = "result.json"
+"""File in a run folder that marks its run as finished."""
 LOCAL = "local-dir:"
 """What may stand before the folder of a model, as timm and open_clip name it."""
 SUMS = "sha256.json"
@@ -97,6 +99,22 @@ def check_source(source: str | Path, *, owned: bool = True) -> None:
         raise FileNotFoundError(f"there is no folder {str(source)!r} here{near}; a model of the hub is OWNER/NAME")
 
 
+def holds_work(folder: str | Path) -> bool:
+    """Return whether a run folder holds what its run trained: a result, a final model or a finished checkpoint."""
+    folder = Path(folder)
+    present = any((folder / name).exists() for name in (RESULT, FINAL_MODEL))
+    return present or bool(list_checkpoints(folder / CHECKPOINTS))
+
+
+def check_holds_work(path: str | Path) -> None:
+    """Raise a FileNotFoundError for the folder of a run that was stopped before its first checkpoint."""
+    if find_run(path) == Path(path) and not holds_work(path):
+        raise FileNotFoundError(
+            f"the run in {str(path)!r} was stopped before its first checkpoint, so it has no weights: start it again, "
+            "or name another model"
+        )
+
+
 def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
     """Return the numbers of the classes of a run by name; None unless the path is in a run folder that names them."""
     if checkpoint is None:
@@ -146,6 +164,7 @@ def find_weights(path: str | Path) -> Path:
             return candidate
         if any(shards_of(candidate).glob("shard-*.safetensors")):
             return shards_of(candidate)
+    check_holds_work(path)
     inside = ""
     if path.is_dir():
         inside = f": the folder holds no {WEIGHTS}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.config.parse import named_kind, parse_config
 from mmod.io.yaml import parse_option
-from mmod.opening.runs import RUN_CONFIG, find_run, is_described
+from mmod.opening.runs import RUN_CONFIG, find_run, holds_work, is_described
 from mmod.training.kinds import KINDS, config_class, estimate, fit, kind_of
 from mmod.values import check_value, one_of
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str], kind: str) -> None:
     dry = [word for word in arguments if word.partition("=")[0] == _DRY]
     config = config_class(kind).parse([word for word in arguments if word not in dry])
     # Before torch is imported. A run that has begun has weights of its own.
-    if not (Path(config.output) / RUN_CONFIG).exists():
+    if not holds_work(config.output):
         config.check_weights()
     if not dry:
         result = fit(config)

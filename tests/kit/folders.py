@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,10 @@ def save_images(root: Path, images: int = 4) -> Path:
             picture = Image.effect_noise((50, 40), 30 + 20 * number + image).convert("RGB")
             picture.save(root / name / f"{image}.png")
     return root
+
+
+def stop_behind_a_checkpoint(run: Path) -> None:
+    """Leave of a finished run what one has that was stopped behind its first step; the checkpoint is empty."""
+    (run / "result.json").unlink()
+    shutil.rmtree(run / "model")
+    (run / "checkpoints" / "step-000000001-epoch-00000").mkdir(parents=True)

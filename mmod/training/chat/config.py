@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.io.yaml import read_yaml
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.runs import RUN_CONFIG, check_source, find_run, model_folder
+from mmod.opening.runs import RUN_CONFIG, check_holds_work, check_source, find_run, model_folder
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.training.engine.groups import check_warmup
 from mmod.values import Checked, check_value
@@ -223,6 +223,7 @@ class TrainConfig(RunConfig):
         run = None if self.model.checkpoint is None else find_run(self.model.checkpoint)
         if run is None:
             return
+        check_holds_work(run)
         kind = read_yaml(run / RUN_CONFIG).get("kind", "image")
         if kind != self.kind:
             raise ValueError(

@@ -31,15 +31,16 @@ from mmod.opening.runs import (
     CHECKPOINTS,
     FINAL_MODEL,
     LAST_WEIGHTS,
+    RESULT,
     RUN_CONFIG,
     find_run,
+    holds_work,
     list_checkpoints,
 )
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
 
-_RESULT = "result.json"
 # What stands for the files that a run reads, by use.
 _FILES = "files.json"
 _USES: dict[Use, str] = {"train": "training", "val": "evaluation"}
@@ -100,14 +101,17 @@ def _check_continues(config: RunConfig, existing: dict[str, object], record: dic
     # A step of as many samples may be split otherwise into batches, accumulation and processes.
     if step_samples is not None and step_samples == _step_samples(record):
         free_keys = free_keys | _BATCH_KEYS
-    advice = f"choose another folder; there, `--model.checkpoint {config.output}` goes on from its weights"
+    advice = f"choose another folder by --output; `--model.checkpoint {config.output}` starts from its weights"
     check_same(config.output, portable(existing), portable(record), kind="a run", free_keys=free_keys, advice=advice)
 
 
 def _has_begun(config: RunConfig, record: dict[str, object]) -> bool:
-    """Return whether the folder of a config has its run; a ValueError if it has another one."""
+    """Return whether the folder of a config has its run; a ValueError if it has another one.
+
+    One that was stopped before its first checkpoint left nothing, and gives its folder to any config.
+    """
     existing = read_record(Path(config.output), RUN_CONFIG)
-    if existing is not None:
+    if existing is not None and holds_work(config.output):
         _check_continues(config, existing, record)
     return existing is not None
 
@@ -156,8 +160,11 @@ def run_once(
         return result
 
     def write_config() -> None:
-        if not (folder / RUN_CONFIG).exists():
+        if not holds_work(folder):
             make_folder(folder)
+            # Of a start that was stopped before its first checkpoint, perhaps with another config.
+            for name in (_FILES, CLASSES):
+                (folder / name).unlink(missing_ok=True)
             write_atomically(folder / RUN_CONFIG, yaml.safe_dump(record, sort_keys=False))
         if with_files and not (folder / _FILES).exists():
             write_json(folder / _FILES, _files_of(config), indent=1)
@@ -206,7 +213,7 @@ def portable(record: Mapping[str, Any]) -> dict[str, object]:
 
 def is_finished(folder: str | Path) -> bool:
     """Return whether a folder is that of a run that has finished; other files may be called like its result."""
-    return find_run(folder) == Path(folder) and (Path(folder) / _RESULT).is_file()
+    return find_run(folder) == Path(folder) and (Path(folder) / RESULT).is_file()
 
 
 def unfinished(checkpoint: str | Path | None) -> list[str]:
@@ -248,12 +255,12 @@ def _finished_result(folder: str | Path | None) -> dict[str, Any] | None:
     """Return what a finished run wrote; None for other folders."""
     if folder is None or not is_finished(folder):
         return None
-    return read_json_object(Path(folder) / _RESULT)
+    return read_json_object(Path(folder) / RESULT)
 
 
 def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Result] | None:
     """Return the result in a run folder, with evaluations of a kind; None if its run is not finished."""
-    path = folder / _RESULT
+    path = folder / RESULT
     if not path.exists():
         return None
     try:
@@ -286,8 +293,8 @@ def _check_result_is_due(config: RunConfig) -> None:
         return
     if (folder / FINAL_MODEL).exists() and not any((folder / CHECKPOINTS).glob("*")):
         raise FileNotFoundError(
-            f"the run in {str(folder)!r} has its final model, {FINAL_MODEL}/, and neither {_RESULT} nor a checkpoint: "
-            f"restore {_RESULT}, or evaluate the model by `mmod evaluate {folder}`. To train again, remove "
+            f"the run in {str(folder)!r} has its final model, {FINAL_MODEL}/, and neither {RESULT} nor a checkpoint: "
+            f"restore {RESULT}, or evaluate the model by `mmod evaluate {folder}`. To train again, remove "
             f"{FINAL_MODEL}/ first, or choose another output"
         )
 
@@ -305,7 +312,7 @@ def _check_files(config: RunConfig) -> None:
     and before the reader, which lists the folders once more: another run's data are refused before a model is made.
     """
     path = Path(config.output) / _FILES
-    if not path.exists():
+    if not path.exists() or not holds_work(config.output):
         return
     try:
         recorded = read_json_object(path)
@@ -317,8 +324,8 @@ def _check_files(config: RunConfig) -> None:
             raise ValueError(
                 f"the {_USES[use]} data is no longer that with which the run in {config.output!r} began, by the names "
                 f"and sizes of its files: {before} then, {files} now. Restore them, remove {str(path)!r} to go on with "
-                f"mended files, or choose another output; there, `--model.checkpoint {config.output}` goes on from its "
-                "weights"
+                f"mended files, or choose another folder by --output; `--model.checkpoint {config.output}` starts from "
+                "its weights"
             )
 
 
@@ -331,7 +338,7 @@ def record_classes(folder: Path, numbers: Mapping[str, int]) -> None:
 def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
     """Raise a ValueError if a run folder records other classes than those of the training data."""
     path = folder / CLASSES
-    if path.exists() and read_classes(path) != dict(numbers):
+    if path.exists() and holds_work(folder) and read_classes(path) != dict(numbers):
         before = set(read_classes(path))
         now = set(numbers)
         raise ValueError(
@@ -345,4 +352,4 @@ def write_result(folder: str | Path, result: FitResult[RoutedResult | None]) -> 
     """Write the result of a run, which marks it as finished."""
     fields = dataclasses.asdict(result)
     del fields["outcomes"]
-    write_json(Path(folder) / _RESULT, fields)
+    write_json(Path(folder) / RESULT, fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from mmod.training.engine.groups import ScheduleConfig, check_warmup
 from mmod.training.image.preflight import check_outputs
 from mmod.training.kinds import config_class, estimate
 from tests.kit.engine_worker import MODEL, TensorStream, run, tiny_config
+from tests.kit.folders import stop_behind_a_checkpoint
 from tests.kit.sets import SETS
 
 IMAGES: dict[str, Any] = {
@@ -88,8 +88,7 @@ def test_classes_of_a_callers_batches_are_those_that_the_run_records(tmp_path: P
     fit(config, streams=streams, progress=False)
     # The files of the config's data are not what it reads.
     assert not (Path(config.output) / "files.json").exists()
-    (tmp_path / "run" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "model")
+    stop_behind_a_checkpoint(tmp_path / "run")
     train.classes = Classes({"a": 0, "b": 1, "c": 2, "e": 3}, given=False)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"records other classes .*\(gone: d; new: e\)"):
         fit(config, streams=streams, progress=False)

@@ -24,8 +24,10 @@ import pytest
 import torch
 from timm.utils import ModelEmaV3
 
+import mmod
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.records import FolderTakenError
+from mmod.io.yaml import read_yaml
 from mmod.opening.runs import find_weights, list_checkpoints
 from mmod.training import EmaConfig, TrainConfig, evaluate
 from mmod.training.engine.kind import Step, create
@@ -44,6 +46,7 @@ def test_logs_written_before_the_first_step_do_not_keep_a_run_from_its_folder(tm
         (tmp_path / "run").mkdir()
         (tmp_path / "run/events").touch()
         write_config()
+        (tmp_path / "run/result.json").touch()
         return "trained"
 
     def read(folder: Path) -> str | None:
@@ -52,6 +55,22 @@ def test_logs_written_before_the_first_step_do_not_keep_a_run_from_its_folder(tm
     assert [run_once(config, 0, 1, read, train) for _ in range(2)] == ["trained", "read"]
     with pytest.raises(ValueError, match="world_size: 1 there, 2 now"):
         run_once(config, 0, 2, read, train)
+
+
+def test_a_run_without_a_checkpoint_leaves_its_folder_to_another_config(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1)
+    files = {"config.yaml": "epochs: 9\n", "files.json": '{"train": "9 files"}', "classes.json": '{"gone": 0}'}
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / "run" / name).write_text(text)
+    assert told_start(config, 1).endswith("stopped before its first checkpoint, and would start anew")
+    with pytest.raises(FileNotFoundError, match=r"run' was stopped before its first checkpoint, so it has no weights"):
+        find_weights(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match=r"run' was stopped before its first checkpoint"):
+        mmod.open_model(tmp_path / "run")
+    assert run(config).steps == run(replace(config, output=str(tmp_path / "other"))).steps
+    assert read_yaml(tmp_path / "run/config.yaml")["epochs"] == 1
+    assert not (tmp_path / "run/classes.json").exists()
 
 
 def test_a_finished_run_whose_result_is_gone_is_not_trained_once_more_unasked(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from mmod.training.engine.kind import create, evaluate, load
 from mmod.training.engine.run_folder import told_start
 from mmod.training.image.kind import ImageKind
 from mmod.training.kinds import estimate
+from tests.kit.folders import stop_behind_a_checkpoint
 from tests.kit.processes import run_processes
 
 NAMES = ["9", "10", "ant", "bee", "cow", "dog"]
@@ -163,8 +164,7 @@ def test_another_set_of_classes_does_not_resume(trained: Path, tmp_path: Path) -
     shutil.copytree(trained / "data", tmp_path / "data")
     config = config_of(tmp_path / "run", tmp_path / "data")
     fit(config, progress=False)
-    (tmp_path / "run" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "model")
+    stop_behind_a_checkpoint(tmp_path / "run")
     shutil.rmtree(tmp_path / "data" / "train" / "cow")
     shutil.rmtree(tmp_path / "data" / "val" / "cow")
     with pytest.raises(ValueError, match="the training data is no longer that with which the run"):
@@ -183,8 +183,7 @@ def test_a_run_with_other_files_does_not_resume_and_each_way_on_works(trained: P
     shutil.copy(image, image.with_name("further.png"))
     # A finished run needs no data.
     assert fit(config, progress=False).reused
-    (tmp_path / "run" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "model")
+    stop_behind_a_checkpoint(tmp_path / "run")
     told = r"training data is no longer .*: (\d+) files, \w{8} then, (\d+) files, \w{8} now\. Restore them, remove '"
     for goes_on in (partial(fit, config, progress=False), partial(told_start, config, 1)):
         with pytest.raises(ValueError, match=told) as refusal:
@@ -197,13 +196,17 @@ def test_a_run_with_other_files_does_not_resume_and_each_way_on_works(trained: P
     # Of training images the names count, and of those of the evaluation the sizes too; wherever they lie.
     bytes_of = image.read_bytes()
     image.write_bytes(bytes_of + b"0")
-    assert "start anew" in told_start(config, 1)
+    assert "resume at step 1" in told_start(config, 1)
     image.write_bytes(bytes_of)
     (seen, *_) = sorted((data / "val").rglob("*.png"))
     seen.write_bytes(seen.read_bytes() + b"0")
     with pytest.raises(ValueError, match="the evaluation data is no longer"):
         told_start(config, 1)
     (tmp_path / "run" / "files.json").unlink()
+    assert "resume at step 1" in told_start(config, 1)
+    # Without a checkpoint nothing goes on.
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert "start anew" in told_start(config, 1)
     assert fit(config, progress=False).evaluation == expected.evaluation
 
 
@@ -224,8 +227,7 @@ def test_a_run_whose_classes_were_other_folders_does_not_resume(
     with pytest.warns(UserWarning, match=r"left out are folders .*: \.ipynb_checkpoints \(1\)"):
         fit(config, progress=False)
     assert read_classes(tmp_path / "run" / "classes.json") == {"ant": 0, "bee": 1}
-    (tmp_path / "run" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "model")
+    stop_behind_a_checkpoint(tmp_path / "run")
     (tmp_path / "run" / "classes.json").write_text(json.dumps(recorded))
     with pytest.raises(ValueError, match=rf"records other classes than the training data has now \({changes}\)"):
         fit(config, progress=False)
