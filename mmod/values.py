@@ -311,10 +311,10 @@ class Mistakes:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context whose ValueError or TypeError is kept, and does not leave it."""
+        """Context whose ValueError, TypeError or OSError, as of a missing file, is kept, and does not leave it."""
         try:
             yield
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OSError) as error:
             self.errors.append(error)
 
     def tell(self) -> None:

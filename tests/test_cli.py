@@ -58,8 +58,8 @@ EARLY = {
     "advise runs/nope --images docs": "no run or model at 'runs/nope'",
     "advise tests/kitt --images docs": "no run or model at 'tests/kitt'; near ones: tests/kit",
     # What is wrong twice is told at once.
-    "advise runs/nope --images nope": "no run or model at 'runs/nope'; and no images in 'nope': it is no folder",
-    "advise runs/nope --prompts nope": "no run or model at 'runs/nope'; and --prompts 'nope' is no file",
+    "advise runs/nope --images nope": "2 mistakes: (1) no run or model at 'runs/nope'; (2) --images: there is no f",
+    "advise runs/nope --prompts nope": "2 mistakes: (1) no run or model at 'runs/nope'; (2) --prompts 'nope' is no",
     # Before the hub is asked, for which it takes a minute without a network.
     "advise testz --prompts README.md": "there is no folder 'testz' here; near ones: tests; a model of the",
     f"{CHAT} --model.checkpoint testz": "there is no folder 'testz' here; near ones: tests; a model of the",

@@ -31,7 +31,7 @@ from mmod.config.plan import (
     table_of,
 )
 from mmod.config.registry import LOSSES, SCORES, check_options, read_parts, revised
-from mmod.io.files import check_free, check_regular, parse_json, write_json
+from mmod.io.files import check_file, check_free, parse_json, write_json
 from mmod.values import Checked, check_fields, check_value
 
 if TYPE_CHECKING:
@@ -476,7 +476,7 @@ class RoutingConfig(Checked):
     @classmethod
     def load(cls, path: str | Path) -> RoutingConfig:
         """Read a config that `save` wrote."""
-        check_regular(path)
+        check_file(path)
         values = parse_json(Path(path).read_bytes(), repr(str(path)))
         try:
             return cls.from_dict(values)

@@ -112,7 +112,7 @@ def text_files(source: str) -> list[Path]:
         return sorted([*modules, *root.glob("LICENSE*")])
     paths = [path for path in map(Path, sorted(glob.glob(source, recursive=True))) if path.is_file()]
     if not paths:
-        raise ValueError(f"data.source={source!r} matches no file")
+        raise ValueError(f"data.source={source!r} matches no file{near_paths(source)}")
     return paths
 
 

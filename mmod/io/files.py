@@ -49,6 +49,13 @@ def check_regular(path: str | Path) -> None:
         raise ValueError(f"{path} is no regular file")
 
 
+def check_file(path: str | Path) -> None:
+    """Refuse all but regular files, see `check_regular`; a FileNotFoundError names files here that are near."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no file {str(path)!r}{near_paths(path)}")
+    check_regular(path)
+
+
 def text_bytes(data: bytes, name: str) -> bytes:
     """Return the bytes of a text without its byte order mark; a ValueError refuses UTF-16 and UTF-32 by name.
 
@@ -79,7 +86,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 def read_text(path: str | Path) -> str:
     """Read a text that a user wrote, see `decode_text`; lines end in "\\n", whatever ended them in the file."""
-    check_regular(path)
+    check_file(path)
     # As Python's text mode reads lines; the bytes were decoded without it.
     return decode_text(Path(path).read_bytes(), repr(str(path))).replace("\r\n", "\n").replace("\r", "\n")
 
@@ -92,7 +99,7 @@ def open_rows(path: str | Path, newline: str | None = None) -> TextIO:
     Args:
         newline: As for `open`; the parser of tables needs "".
     """
-    check_regular(path)
+    check_file(path)
     with open(path, "rb") as file:
         # Four bytes tell UTF-16 and UTF-32 apart, and a large file is not read twice.
         text_bytes(file.read(4), repr(str(path)))
@@ -136,19 +143,39 @@ def is_of_transformers(name: str | Path) -> bool:
 
 
 def near_paths(path: str | Path, folders: bool = False) -> str:
-    """Return as the end of an error message which names beside a missing path are near its own; empty for none.
+    """Return as the end of an error message which paths here are near a missing one; empty for none.
 
     Args:
         folders: Name folders alone.
     """
     missing = Path(path)
+    # Where a folder on the way is missing too, its name is the mistake.
+    while not missing.parent.exists():
+        missing = missing.parent
+    inside = Path(path).relative_to(missing)
     try:
         names = [other.name for other in missing.parent.iterdir() if not folders or other.is_dir()]
-    # The folder is missing too, or may not be read.
+    # The folder may not be read.
     except OSError:
         return ""
-    near = [str(missing.parent / name) for name in similar(missing.name, names)]
-    return f"; near ones: {', '.join(near)}" if near else ""
+    near = [missing.parent / name for name in similar(missing.name, names)]
+    near = [other / inside if (other / inside).exists() else other for other in near]
+    return f"; near ones: {', '.join(map(str, near))}" if near else ""
+
+
+def check_folder(path: str | Path, name: str) -> None:
+    """Raise a FileNotFoundError or NotADirectoryError unless a path is a folder that holds something.
+
+    Args:
+        name: The option or key that names it, for the message.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"{name}: there is no folder {str(path)!r}{near_paths(path, folders=True)}")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{name}: {str(path)!r} is a file, and no folder")
+    if not any(folder.iterdir()):
+        raise FileNotFoundError(f"{name}: the folder {str(path)!r} is empty")
 
 
 def check_free(path: str | Path, overwrite: bool) -> None:

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmod.io.files import folder_name
+from mmod.io.files import check_folder, folder_name, near_paths
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option, read_yaml
-from mmod.names import near_names
-from mmod.opening.runs import RUN_CONFIG, check_source, find_run, find_weights
+from mmod.opening.runs import RUN_CONFIG, check_holds_work, check_source, find_run, find_weights
 from mmod.planning.candidate import TOLERANCE
-from mmod.values import check_value
+from mmod.values import Mistakes, check_value
 
 if TYPE_CHECKING:
     from mmod.opening.opened import Preprocessing
@@ -99,31 +98,28 @@ def main(arguments: Sequence[str]) -> None:
 
 def _check_files(options: argparse.Namespace) -> None:
     """Raise for all files and folders that are missing, before the model, which may come from a hub."""
-    missing = []
     path = Path(options.model)
     # "OWNER/NAME" may be a name of a hub.
     is_path = path.parts[:1] == ("runs",) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
-    if is_path and ":" not in options.model and not path.exists():
-        beside = [str(other) for other in path.parent.glob("[!.]*")]
-        missing.append(
-            "; ".join(filter(None, [f"no run or model at {options.model!r}", near_names(str(path), beside)]))
-        )
-    elif options.prompts is not None and ":" not in options.model:
-        try:
+    missing = Mistakes()
+    with missing.collected():
+        if ":" in options.model:
+            pass
+        elif is_path and not path.exists():
+            raise FileNotFoundError(f"no run or model at {options.model!r}{near_paths(path)}")
+        elif options.prompts is not None:
             check_source(options.model)
-        except FileNotFoundError as error:
-            missing.append(str(error))
-    if options.checkpoint is not None:
-        try:
+        check_holds_work(options.model)
+    with missing.collected():
+        if options.checkpoint is not None:
             find_weights(options.checkpoint)
-        except FileNotFoundError as error:
-            missing.append(str(error))
-    if options.prompts is not None and not Path(options.prompts).is_file():
-        missing.append(f"--prompts {options.prompts!r} is no file")
-    if options.prompts is None and not any(file.is_file() for file in Path(options.images).rglob("*")):
-        missing.append(f"no images in {options.images!r}: it is no folder, or an empty one")
-    if missing:
-        raise FileNotFoundError("; and ".join(missing))
+    with missing.collected():
+        if options.prompts is not None and not Path(options.prompts).is_file():
+            raise FileNotFoundError(f"--prompts {options.prompts!r} is no file{near_paths(options.prompts)}")
+    with missing.collected():
+        if options.images is not None:
+            check_folder(options.images, "--images")
+    missing.tell()
 
 
 def _run_of(options: argparse.Namespace) -> str:

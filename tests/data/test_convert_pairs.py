@@ -175,11 +175,11 @@ def test_rows_that_cannot_be_used_are_left_out_only_where_the_user_says_so(folde
     ):
         convert_pairs(strict, progress=False)
     # Where all fail, the folder is what is wrong.
-    nowhere = dataclasses.replace(strict, images=str(folder / "t"), output=str(folder / "none"))
-    with pytest.raises(
-        CorruptDataError, match=r"used: image not found \(\d+\), .*is `images` the folder of their paths"
-    ):
-        convert_pairs(nowhere, progress=False)
+    (folder / "t").mkdir()
+    (folder / "t" / "other.txt").touch()
+    elsewhere = dataclasses.replace(strict, images=str(folder / "t"), output=str(folder / "none"))
+    with pytest.raises(CorruptDataError, match=r"used: image not found \(\d+\), .*are looked for in '.*/t': name the"):
+        convert_pairs(elsewhere, progress=False)
     assert not [*(folder / "shards").glob("[!.]*.tar"), *(folder / "shards").glob("sizes.json")]
     assert len((folder / "shards/dropped.csv").read_text().splitlines()) > len(DROPS)
     with pytest.MonkeyPatch.context() as patch:

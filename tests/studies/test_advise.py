@@ -285,11 +285,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("test_vit --images images --tolerance few%", r"--tolerance must be a number in \[0, 1\), got 'few%'$"),
         ("test_vit --images images --faster 1.4x", "--faster must be a number above 1, got '1.4x'"),
         # Before the weights, which may come from a hub.
-        ("vit_tiny_patch16_224 --images empty", "no images in 'empty': it is no folder, or an empty one"),
-        ("test_vit --no_pretrained --images none", "no images in 'none': it is no folder"),
+        ("vit_tiny_patch16_224 --images empty", "--images: the folder 'empty' is empty"),
+        ("test_vit --no_pretrained --images none", "--images: there is no folder 'none'"),
         ("llava --prompts questions.json --measure top1", "leave out --measure"),
         ("llava", "advice needs --images FOLDER, or --prompts FILE"),
         ("llava --prompts missing.json", r"--prompts 'missing\.json' is no file"),
+        ("llava --prompts question.json", r"--prompts 'question\.json' is no file; near ones: questions\.json"),
+        ("test_vit --images image", "--images: there is no folder 'image'; near ones: images"),
+        ("test_vit --images questions.json", r"--images: 'questions\.json' is a file, and no folder"),
         (
             "./none --prompts questions.json",
             r"no folder '\./none' here; a model of the hub is OWNER/NAME",

@@ -65,7 +65,7 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
     records = read_records(Path(config.source))
     if not records:
         raise ValueError(f"{config.source!r} holds no record")
-    files = ImageFiles(config.images or Path(config.source).parent, config.follow_links)
+    files = config.files()
     _, dropped = pack_shards(
         config,
         records,

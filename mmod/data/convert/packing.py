@@ -17,8 +17,8 @@ from typing import Annotated, Any, TypeVar
 from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, OnCorrupt, UnusableError
-from mmod.data.readers.images import EXTENSIONS, convert_image, open_image
-from mmod.io.files import open_shard, read_json_object, write_atomically, write_json
+from mmod.data.readers.images import EXTENSIONS, ImageFiles, convert_image, open_image
+from mmod.io.files import check_folder, open_shard, read_json_object, write_atomically, write_json
 from mmod.io.progress import Bar, progress_bar
 from mmod.io.records import record_config
 
@@ -63,6 +63,12 @@ class PackConfig:
     shard_size: Annotated[int, "[1, inf)"] = 10000
     threads: Annotated[int, "[1, inf)"] = 4
     on_corrupt: OnCorrupt = "raise"
+
+    def files(self) -> ImageFiles:
+        """Return the reader of the images by their paths; a FileNotFoundError if their folder is missing or empty."""
+        if self.images is not None:
+            check_folder(self.images, "images")
+        return ImageFiles(self.images or Path(self.source).parent, self.follow_links)
 
 
 def pack_shards(
@@ -179,7 +185,8 @@ def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], 
             first += f", {name!r}"
         advice = "on_corrupt='skip' leaves them out"
         if not samples:
-            advice = f"is `images` the folder of their paths? It is {config.images or Path(config.source).parent}"
+            looked_in = config.images or Path(config.source).parent
+            advice = f"the images are looked for in {str(looked_in)!r}: name the folder of their paths by `images`"
         raise CorruptDataError(
             f"{len(dropped)} of {report['items']} items cannot be used: {counted}; the first, counted from 0, is "
             f"{first}, {': '.join(filter(None, (reason, told)))}. {folder / DROPPED} lists them; {advice}"

@@ -23,7 +23,7 @@ from mmod.data.convert.packing import PackConfig, check_image, file_extension, p
 from mmod.data.corrupt import UnusableError
 from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
-from mmod.io.files import SIZES, check_regular, open_rows, parse_json, write_json
+from mmod.io.files import SIZES, check_file, open_rows, parse_json, write_json
 from mmod.lazy import name_missing_extra
 from mmod.values import check_fields
 
@@ -90,7 +90,7 @@ def convert_pairs(config: PairsConversion, progress: bool = True) -> dict[str, o
     total = count_rows(config)
     if not total:
         raise ValueError(f"{config.source!r} holds no row")
-    files = ImageFiles(config.images or Path(config.source).parent, config.follow_links)
+    files = config.files()
     counts, dropped = pack_shards(
         config,
         read_rows(config),
@@ -154,7 +154,7 @@ def _encode(data: bytes, config: PairsConversion) -> tuple[str, bytes, tuple[int
 
 def count_rows(config: PairsConversion) -> int:
     """Return the number of rows, after checking that the table can be read to its end."""
-    check_regular(config.source)
+    check_file(config.source)
     if config._suffix == ".parquet":
         return int(_open_parquet(config).metadata.num_rows)
     # Counted by reading: a caption may hold line ends.

@@ -30,7 +30,7 @@ from mmod.data.readers.images import (
     patch_classes,
 )
 from mmod.data.readers.shard_files import Index, ShardFiles, read_at
-from mmod.io.files import check_regular, decode_text
+from mmod.io.files import check_regular, decode_text, near_paths
 from mmod.io.remote import RemoteConfig, RemoteError, is_remote
 
 # Errors of `tarfile` on damaged archives, whose headers may hold any value.
@@ -109,7 +109,7 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
         if not os.path.isfile(path):
             matches = sorted(glob.glob(path))
         if not matches:
-            raise ValueError(f"no shard matches {path!r} (from the pattern {pattern!r})")
+            raise ValueError(f"no shard matches {path!r} (from the pattern {pattern!r}){near_paths(path)}")
         for match in matches:
             check_regular(match)
         shards += matches
