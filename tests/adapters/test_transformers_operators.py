@@ -55,42 +55,6 @@ class Layers:
 
 
 def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], arguments: dict[str, Any]) -> Tensor:
-    """Return a routed layer's output by the definition: dense branches for all tokens, masks, and a choice."""
-    operator, context = way
-    keep, tokens = routing.keep_BN, x.shape[1]
-    # Groups say which tokens are padding; positions, which a sliding window counts, are places in the row.
-    place = torch.arange(tokens)
-    pairs = (place <= place[:, None]) & (routing.tokens.group_BN >= 0)[:, None, :]
-    attention = layer.self_attn
-    window = getattr(attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None)
-    if window is not None:
-        pairs = pairs & (place > place[:, None] - window)
-    if context == "kept" and operator != "mlp":
-        pairs = pairs & keep[:, None, :]
-    bias = torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)[:, None]
-    sandwich = hasattr(layer, "pre_feedforward_layernorm")
-    update, _ = layer.self_attn(
-        hidden_states=layer.input_layernorm(x),
-        attention_mask=bias,
-        position_embeddings=arguments["position_embeddings"],
-    )
-    update = layer.post_attention_layernorm(update) if sandwich else update
-    chosen = keep.unsqueeze(-1)
-    gate = torch.ones_like(x[..., :1])
-    if routing.gate_BK is not None:
-        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
-    middle = x + (torch.where(chosen, gate * update, 0) if operator == "attention" else update)
-    normed = (layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm)(middle)
-    update = layer.mlp(normed)
-    update = layer.post_feedforward_layernorm(update) if sandwich else update
-    if operator == "block":
-        return torch.where(chosen, x + gate * (middle + update - x), x)
-    return middle + (torch.where(chosen, gate * update, 0) if operator == "mlp" else update)
-
-
-def defined_by_masks(
-    layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], arguments: dict[str, Any]
-) -> Tensor:
     """Return a routed layer's output by the definition: the dense layer with its mask, and a hook on a branch."""
     operator, context = way
     keep, tokens = routing.keep_BN, x.shape[1]
@@ -121,9 +85,7 @@ def defined_by_masks(
     return y
 
 
-def check_definition(
-    model: Any, batch: dict[str, Any], way: tuple[str, str], error: float = 1e-9, definition: Any = defined
-) -> None:
+def check_definition(model: Any, batch: dict[str, Any], way: tuple[str, str], error: float = 1e-9) -> None:
     layers = Layers(model)
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(**batch, use_cache=False)
@@ -131,7 +93,7 @@ def check_definition(
     valid = batch["attention_mask"].bool()
     for name, (x, arguments, out) in layers.recorded.items():
         with torch.no_grad():
-            expected = definition(model.get_submodule(name), x, decisions[name], way, arguments)
+            expected = defined(model.get_submodule(name), x, decisions[name], way, arguments)
         torch.testing.assert_close(out[valid], expected[valid], rtol=100 * error, atol=error)
 
 
@@ -160,7 +122,7 @@ def test_image_tokens_by_the_dense_layer_in_every_family(name: str, way: tuple[s
         return
     for images in ((1, 0, 2), (2,)):
         mmod.route_(model, language=config)
-        check_definition(model, doubled(prompt(name, images)), way, definition=defined_by_masks)
+        check_definition(model, doubled(prompt(name, images)), way)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +135,7 @@ def test_text_by_the_dense_layer_in_other_families(kind: str, way: tuple[str, st
     model = lively(transformers.AutoModelForCausalLM.from_config(config)).double()
     gate = "sigmoid" if way[0] == "block" else "identity"
     mmod.route_(model, language=LINEAR.replace(operator=way[0], context=way[1], gate=gate))
-    check_definition(model, words(3), way, definition=defined_by_masks)
+    check_definition(model, words(3), way)
 
 
 def test_layers_without_a_norm_in_front_score_no_norm() -> None:
@@ -199,7 +161,7 @@ def test_samples_that_keep_different_numbers_attend_as_their_model_does(
 ) -> None:
     config = LINEAR.replace(select="threshold", gate="sigmoid", context=context)
     model = mmod.route_(make_joint(name, **changes).double(), language=config)
-    check_definition(model, doubled(prompt(name, (1, 0, 2))), ("block", context), definition=defined_by_masks)
+    check_definition(model, doubled(prompt(name, (1, 0, 2))), ("block", context))
 
 
 @pytest.mark.parametrize(("name", "way"), in_turn(LANGUAGE, WAYS, times=2))
