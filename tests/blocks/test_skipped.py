@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.ops import add_updates, group_sizes, mean_rows, nearest_rows, unit_rows
 from tests.kit.zoo import ZOO, make_images, make_model
 
 # Attention outside the fused call, sizes that the model's own mask of patches does not describe.
@@ -72,30 +68,6 @@ def test_the_update_goes_to_all_that_joined(skipped: str, router: str) -> None:
             if y is not None:
                 update = (y - x)[image]
                 torch.testing.assert_close(update, update[routing.kept.index_BK[image]][join], rtol=1e-9, atol=1e-9)
-
-
-def test_a_naive_loop_merges_alike() -> None:
-    generator = random.Random(0)
-    for _ in range(20):
-        tokens, slots, prefix = generator.randint(6, 30), generator.randint(3, 5), generator.randint(0, 2)
-        x = torch.randn(2, tokens, 7, dtype=torch.float64)
-        kept_patches = [torch.randperm(tokens - prefix)[: slots - prefix].sort()[0] + prefix for _ in range(2)]
-        kept = torch.stack([torch.cat([torch.arange(prefix), patches]) for patches in kept_patches])
-        join = nearest_rows(unit_rows(x), kept, prefix)
-        size = group_sizes(join, slots)
-        mean, spread = mean_rows(x, join, size), add_updates(x, x[:, :slots], join, all_join=True)
-        for image, token in itertools.product(range(2), range(tokens)):
-            kept_here = kept[image].tolist()
-            alike = [torch.cosine_similarity(x[image, token], x[image, other], dim=0).item() for other in kept_here]
-            expected = (
-                kept_here.index(token) if token in kept_here else max(range(prefix, slots), key=alike.__getitem__)
-            )
-            assert join[image, token] == expected
-            torch.testing.assert_close(spread[image, token], x[image, token] + x[image, expected])
-        for image, slot in itertools.product(range(2), range(slots)):
-            group = x[image][join[image] == slot]
-            assert size[image, slot] == len(group)
-            torch.testing.assert_close(mean[image, slot], group.mean(dim=0))
 
 
 @pytest.mark.parametrize("skipped", ["pass", "follow", "merge"])

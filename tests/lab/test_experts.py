@@ -16,7 +16,7 @@ from mmod.analysis import flops
 from mmod.blocks import host_class
 from mmod.lab import Experts
 from mmod.lab.experts import ExpertMlp
-from mmod.lab.mixture import balance_loss, choose_tokens
+from mmod.lab.mixture import balance_loss
 from mmod.methods import methods_of
 from mmod.training import TrainConfig
 from tests.kit.experts import WAYS
@@ -59,17 +59,8 @@ def test_every_mixture_by_its_definition(way: dict[str, Any]) -> None:
         torch.testing.assert_close(mlp(x), defined(mlp, methods_of(model)[0], x), rtol=1e-9, atol=1e-10)
 
 
-def test_choices_by_hand() -> None:
+def test_the_balance_loss_by_hand() -> None:
     prob = torch.tensor([[[0.5, 0.3, 0.2], [0.6, 0.1, 0.3], [0.2, 0.7, 0.1], [0.1, 0.2, 0.7]]])
-    row, gate, counts = choose_tokens(prob, 2, 2, "experts")
-    assert (row.tolist(), counts) == ([1, 0, 2, 0], [2, 2])
-    torch.testing.assert_close(gate, torch.tensor([0.6, 0.5, 0.7, 0.3]))
-    gate = choose_tokens(prob, 2, 2, "experts", normalize=True).gate_T
-    torch.testing.assert_close(gate, torch.tensor([1.0, 0.625, 1.0, 0.375]))
-    # Tokens 0 and 1 choose the first expert, 2 the second, and 3 the one that does nothing.
-    row, gate, counts = choose_tokens(prob, 2, 1, "tokens")
-    assert (row.tolist(), counts) == ([1, 2], [1, 1])
-    torch.testing.assert_close(gate, torch.tensor([0.6, 0.7]))
     # Half of the tokens at the first of three experts, a quarter at each other; 3 sum share * mean.
     expected = 3 * (0.5 * 1.4 / 4 + 0.25 * 1.3 / 4 + 0.25 * 1.3 / 4)
     assert balance_loss(prob).item() == pytest.approx(expected)

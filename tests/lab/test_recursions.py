@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions on ViTs: against a loop over tokens, by hand, undone, saved, counted, trained."""
+"""Mixture-of-Recursions on ViTs: against a loop over tokens, and counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmod.analysis import flops
 from mmod.lab import Recursions
 from mmod.methods import methods_of
 from tests.kit.counting import flop_counter
-from tests.kit.zoo import make_images, make_model
+from tests.kit.zoo import make_model
 
 WAYS = [
     {"choice": choice, "keys": keys, "adds": adds}
@@ -104,36 +104,6 @@ def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str
     # Scores of linear routers are those of fp32.
     close = 1e-5 if way["choice"] == "topk" else 1e-9
     torch.testing.assert_close(actual, expected, rtol=close, atol=close)
-
-
-def test_a_cycle_by_hand() -> None:
-    """Blocks that add 1 to every token, of which two of four run twice."""
-    model = mmod.apply_(make_model("vit_medium_patch16_gap_240"), Recursions(recursions=2))
-    cycle = cycle_of(model)
-    for block in cycle.shared:
-        for name, parameter in block.named_parameters():
-            parameter.data.fill_(1.0 if name in ("mlp.fc2.bias", "ls2.gamma") else 0.0)
-    for router in cycle.routers:
-        router.weight.data.zero_()[0, 0] = 1.0
-    x = torch.zeros(1, 4, 64)
-    x[0, :, 0] = torch.tensor([3.0, -1.0, 0.5, 2.0])
-    with torch.no_grad():
-        actual = cycle(x)[0, :, 0]
-    expected = []
-    for value in (3.0, -1.0, 0.5, 2.0):
-        once = value + 0.1 * torch.tensor(value).sigmoid().item() * (value + 1)
-        twice = once + 0.1 * torch.tensor(once).sigmoid().item() * (once + 1)
-        expected.append(twice if value > 1 else once)
-    torch.testing.assert_close(actual, torch.tensor(expected))
-
-
-def test_fewer_tokens_run_at_each_recursion_and_each_ran_before() -> None:
-    model = lively(mmod.apply_(make_model("test_vit"), Recursions(recursions=4)))
-    cycle, run_tokens = cycle_of(model), []
-    cycle.shared[0].register_forward_pre_hook(lambda _, args: run_tokens.append(args[0].shape[1]))
-    with torch.no_grad():
-        model(make_images("test_vit", 2))
-    assert run_tokens == [37, 27, 18, 9]
 
 
 @pytest.mark.parametrize("keys", ["kept", "first"])

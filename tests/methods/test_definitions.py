@@ -1,4 +1,4 @@
-"""Early exit against its slow definition, and merging of equal tokens; test_sources.py defines the other methods."""
+"""Early exit against its slow definition; test_sources.py defines the other methods."""
 
 from __future__ import annotations
 
@@ -6,21 +6,8 @@ import copy
 
 import torch
 
-from mmod.methods import Exit, Merge
+from mmod.methods import Exit
 from tests.kit.zoo import make_images, make_model
-
-
-def test_a_merged_token_attracts_as_much_attention_as_those_it_stands_for() -> None:
-    """Patches in equal pairs are merged into one of each: nothing but the number of tokens changes."""
-    model = make_model("test_vit", img_size=32, global_pool="avg", class_token=False, pos_embed="none").double()
-    patch = model.patch_embed.patch_size[0]
-    side = 32 // patch
-    image = torch.randn(1, 3, side, side // 2, patch, patch, dtype=torch.float64)
-    image = image.repeat_interleave(2, dim=3).permute(0, 1, 2, 4, 3, 5).reshape(1, 3, 32, 32)
-    with torch.no_grad():
-        dense = model(image)
-        Merge((side * side // 2, *[0] * 5)).apply_(model)
-        torch.testing.assert_close(model(image), dense, rtol=0, atol=1e-10)
 
 
 def test_images_leave_where_they_are_sure() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod import RoutingConfig, flops, route_
-from mmod.methods import Exit, Merge, Method, Prune, Resize, methods_of, read_method, undo_
+from mmod import flops
+from mmod.methods import Exit, Merge, Method, Resize, methods_of, read_method, undo_
 from tests.kit.method_zoo import REDUCING
 from tests.kit.own_vits import make_own
 from tests.kit.zoo import make_images, make_model
@@ -136,16 +136,6 @@ def test_resizing_compiles_as_one_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(read(compiled, images), answers, rtol=0, atol=1e-12)
-
-
-def test_one_change_at_a_time() -> None:
-    model = Prune(0.5, (1,)).apply_(make_model("test_vit"))
-    with pytest.raises(ValueError, match=r"call mmod\.undo_ first"):
-        Merge(2).apply_(model)
-    with pytest.raises(ValueError, match="already"):
-        route_(model, RoutingConfig())
-    undo_(model)
-    assert undo_(model) is model
 
 
 @pytest.mark.parametrize("size", [(48, 112), [64, 144], (96, 224)])

@@ -103,14 +103,6 @@ def test_the_fast_rule_is_the_slow_one() -> None:
             torch.testing.assert_close(difference, torch.tensor(expected), atol=1e-3, rtol=1e-5)
 
 
-def test_a_patch_is_compared_with_the_one_that_is_kept_for_it() -> None:
-    # Each patch differs from the one before by 4 levels: from the first of its run by 0, 4, 8, 12.
-    pixels = (torch.arange(8.0) * 4).view(1, 1, 8, 1, 1)
-    stands = find_duplicates(pixels, 6.0, None, torch.ones(1)).stands_BN
-    assert stands.tolist() == [[0, 0, 2, 2, 4, 4, 6, 6]]
-    assert find_duplicates(pixels, 6.0, 2, torch.ones(1)).stands_BN.tolist() == stands.tolist()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_equal_pixels_are_equal_in_every_dtype(dtype: torch.dtype) -> None:
     pixels = cut_patches(nn.Conv2d(3, 8, 8, 8), page(64))
@@ -139,20 +131,6 @@ def test_a_tower_that_keeps_all_is_dense_and_a_batch_is_its_images(name: str, wa
     assert not torch.allclose(actual, dense, atol=1e-6)
     alone = torch.cat([output(model, image) for image in images.split(1)])
     torch.testing.assert_close(actual, alone, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("cell", [2, 4, 8, None])
-def test_a_picture_of_one_colour_keeps_a_patch_of_each_cell(cell: int | None) -> None:
-    # 6 x 6 patches: cells at the edges are smaller.
-    model = route(make_model("test_vit"), "image", router={"cell": cell})
-    routing = decide(model, torch.full((2, 3, 96, 96), 0.3))
-    side = 6 if cell is None else cell
-    kept = [row * 6 + column for row in range(0, 6, side) for column in range(0, 6, side)]
-    assert (routing.keep_BN[0, 1:].nonzero().flatten()).tolist() == kept
-    assert bool(routing.keep_BN[:, 0].all())
-    size_BK = routing.joined.size_BK
-    assert size_BK is not None
-    assert size_BK.sum(dim=1).tolist() == [37.0, 37.0]
 
 
 def test_a_skipped_patch_joins_the_kept_one_of_its_run_or_of_its_cell() -> None:
