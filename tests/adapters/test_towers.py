@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import mmod
-from mmod.adapters import find_parts
 from mmod.adapters.probe import inputs_of_call
 from mmod.blocks import Rows, Segments, read_segments
 from mmod.methods import Merge, Prune, methods_of
@@ -301,11 +300,6 @@ def test_a_sequence_and_a_batch_hold_the_same_rows(lengths: tuple[int, ...]) -> 
         assert torch.equal(segments.join(x_BND), x_TD)
     with pytest.raises(ValueError, match="not block-diagonal"):
         read_segments(torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())
-
-
-def test_every_tower_is_a_part() -> None:
-    for name in ALL:
-        assert set(find_parts(make_joint(name))) == {"language", "image"}
 
 
 def test_a_tower_and_the_language_model_are_undone_one_by_one_or_together() -> None:

@@ -243,15 +243,6 @@ def test_tower_and_language_model_make_the_same_decision(name: str) -> None:
     assert torch.isfinite(model(**sample_of(batch, 0, (1, 2))).logits).all()
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "internvl"])
-def test_a_picture_of_one_colour_keeps_one_token_of_each_cell(name: str) -> None:
-    batch = prompt(name, (1, 2))
-    batch["pixel_values"] = torch.full_like(batch["pixel_values"], 0.3)
-    (one, two) = kept_images(route(make_joint(name), router={"cell": None}), batch)
-    assert one == [True] + [False] * 8
-    assert two == one * 2
-
-
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "video_llama_3"])
 @torch.no_grad()
 def test_what_stands_still_in_a_video_is_shown_once(name: str) -> None:
