@@ -120,7 +120,10 @@ def picture_sizes(arguments: Arguments, side: int | None, prefix: str = "") -> l
     merged: Tensor | None = arguments.get(f"{prefix}merge_sizes")
     if merged is not None:
         sides = merged.tolist()
-    return [PictureSize(*grid, own) for grid, own in zip(grids, sides, strict=True)]
+    sizes = []
+    for (frames, rows, columns), own in zip(grids, sides, strict=True):
+        sizes.append(PictureSize(frames, rows, columns, own))
+    return sizes
 
 
 class RowSource(NamedTuple):
@@ -161,7 +164,8 @@ class RowSource(NamedTuple):
         """Tell the forward pass of a tower that gets patches as rows what a score sees of their pixels."""
         parts = []
         for pixels, side in self.pictures(arguments):
-            size = PictureSize(*pixels.shape[:3], side)
+            frames, rows, columns, *_ = pixels.shape
+            size = PictureSize(frames, rows, columns, side)
             parts.append(_in_rows(see(pixels), self.places(size, pixels.device)))
         longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
         seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))

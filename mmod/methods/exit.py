@@ -146,8 +146,9 @@ class ExitCall(StackCall):
             return args, dict(kwargs)
 
         def narrow(value: object) -> object:
-            has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
-            return value.index_select(0, index_B) if has_rows else value
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == self.total:
+                return value.index_select(0, index_B)
+            return value
 
         return tuple(map(narrow, args)), {name: narrow(value) for name, value in kwargs.items()}
 
