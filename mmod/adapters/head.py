@@ -141,7 +141,7 @@ def _head_of_timm(model: Any, x_BND: Tensor, *args: object, **kwargs: object) ->
 
 def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> object:
     """Return a module of the host's class with a module's attributes and weights, and without its hooks."""
-    host: Any = host_class(module)
+    host = host_class(module)
     clone = host.__new__(host)
     for name, value in vars(module).items():
         if name == "forward":
@@ -195,7 +195,7 @@ class _Trial:
         self.in_tuple = isinstance(call, NamedArguments) and call.in_tuple
         self.name = name
         self.inputs = inputs
-        block_list: Any = model.get_submodule(name)
+        block_list = model.get_submodule(name)
         self.x: Tensor | None = None
         self.model = light_copy(model, block_list)
         for block in self.model.get_submodule(name):

@@ -58,7 +58,7 @@ def image_facts(model: nn.Module) -> ImageFacts:
         >>> facts.classes, facts.channels, facts.patch
         (5, 3, (16, 16))
     """
-    host: Any = adapted_model(model)
+    host = adapted_model(model)
     if find_library(host) == "transformers" and hasattr(host, "config"):
         return _facts_of_transformers(host)
     return _facts_of_timm(host)
@@ -67,11 +67,11 @@ def image_facts(model: nn.Module) -> ImageFacts:
 def _facts_of_timm(model: nn.Module) -> ImageFacts:
     """Return the facts of a timm model, or of a class that names its attributes as timm does."""
     classes = getattr(model, "num_classes", None)
-    described: Any = getattr(model, "pretrained_cfg", None) or {}
+    described = getattr(model, "pretrained_cfg", None) or {}
     head: str | tuple[str, ...] = described.get("classifier") or "head"
     # Distilled models have two.
     heads = (head,) if isinstance(head, str) else head
-    patch_embed: Any = getattr(model, "patch_embed", None)
+    patch_embed = getattr(model, "patch_embed", None)
     projection = getattr(patch_embed, "proj", None)
     usual = getattr(patch_embed, "img_size", None)
     is_strict = getattr(patch_embed, "strict_img_size", True)
@@ -149,7 +149,7 @@ def image_output(model: nn.Module, images: Tensor, part: str = "image") -> Tenso
         torch.Size([2, 5])
     """
     # A model that reads images and text has a function for images alone.
-    host: Any = model
+    host = model
     read = getattr(host, "get_image_features", host)
     return tensor_of(model, read(images), part)
 

@@ -275,7 +275,7 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
 
 def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
     """Return what a block got: a batch of two images, or one sequence of two as a batch."""
-    x: Any = call.x
+    x = call.x
     arguments = call.arguments
     layout = LAYOUTS[0]
     if call.boundaries:

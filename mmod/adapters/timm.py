@@ -101,7 +101,7 @@ def _grid_source(owner: nn.Module) -> GridSource | None:
     projection = getattr(getattr(owner, "patch_embed", None), "proj", None)
     if projection is None:
         return None
-    published: Any = getattr(owner, "pretrained_cfg", None) or {}
+    published = getattr(owner, "pretrained_cfg", None) or {}
     std = published.get("std")
     if std is not None:
         std = tuple(std)

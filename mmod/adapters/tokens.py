@@ -126,7 +126,7 @@ def find_blocks(model: nn.Module, host: str = "") -> BlockStack:
 
 
 def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
-    block_list: Any = dict(model.named_modules()).get(name)
+    block_list = dict(model.named_modules()).get(name)
     if not isinstance(block_list, (nn.ModuleList, nn.Sequential)) or not len(block_list):
         raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
     # Two tensors cannot be compared as one value.

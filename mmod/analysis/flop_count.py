@@ -521,7 +521,7 @@ def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size
     is_shape = isinstance(size, (tuple, list)) and len(size) == 3
     if not is_shape or not all(isinstance(side, int) and side > 0 for side in size):
         # A batch of images, in place of the size of one.
-        given: Any = input_size
+        given = input_size
         hint = ""
         if isinstance(given, Tensor) and given.ndim == 4:
             hint = f": pass {tuple(given.shape[1:])}"

@@ -151,7 +151,7 @@ class BlockOwner(Mixin):
 
     def _mod_tokens_are_read(self) -> bool:
         """Return whether a hook or a replaced forward reads the tokens between blocks."""
-        hooks: Any = torch.nn.modules.module
+        hooks = torch.nn.modules.module
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return True
         if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, SupportsInt
+from typing import Literal, NamedTuple, SupportsInt
 
 from mmod.values import one_of
 
@@ -133,7 +133,7 @@ def original_errors() -> Iterator[None]:
 
 def _rebuilt(default: type[Exception], module: str, name: str, message: str) -> Exception:
     """Rebuild an error of another process."""
-    original: Any = getattr(sys.modules.get(module, builtins), name, default)
+    original = getattr(sys.modules.get(module, builtins), name, default)
     # Bases in order: an error whose class takes other arguments becomes the nearest that takes a message.
     for base in original.__mro__:
         try:

@@ -7,7 +7,6 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mmod.data.corrupt import UnusableError
 from mmod.io.files import BYTE_ORDER_MARK, near_paths, parse_json, read_text
@@ -146,7 +145,7 @@ def read_classes(path: str | Path) -> dict[str, int]:
     if not path.is_file():
         raise FileNotFoundError(f"no file of class names at {str(path)!r}{near_paths(path)}")
     if path.suffix == ".json":
-        content: Any = parse_json(path.read_bytes(), str(path))
+        content = parse_json(path.read_bytes(), str(path))
     else:
         text = read_text(path).rstrip()
         content = []

@@ -196,7 +196,7 @@ def _narrow(block: Any, divisor: int) -> nn.Module:
     if block.expansion > 1:
         base_width = 64 * inner // wide
         channels = inner
-    narrow: Any = type(block)(
+    narrow = type(block)(
         wide * block.expansion // divisor,
         wide // divisor,
         base_width=base_width,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -166,7 +165,7 @@ def _module(model: nn.Module) -> Opened:
     if library:
         sentence += f" of {library}"
     # Typed as Any: what follows reads attributes of host libraries.
-    inner: Any = model
+    inner = model
     source = getattr(inner, "name_or_path", "")
     if library == "timm":
         from mmod.opening import timm

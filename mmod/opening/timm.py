@@ -33,7 +33,7 @@ _SOURCES = ("hf-hub:", "hf_hub:", LOCAL)
 def open_timm(name: str, options: Options) -> Opened:
     """Open a model by a name of timm or the folder of one; see `mmod.open_model`."""
     checkpoint = options.checkpoint
-    model: Any = create_timm(name, options)
+    model = create_timm(name, options)
     subject = f"{name} of timm"
     weights = "its published weights"
     if Path(name).is_dir():

@@ -163,7 +163,7 @@ def run_batch(model: nn.Module, batch: object) -> None:
         model(batch)
         return
     arguments = {name: value for name, value in batch.items() if name != "labels"}
-    generates: Any = getattr(model, "can_generate", bool)
+    generates = getattr(model, "can_generate", bool)
     if generates():
         model(**arguments, use_cache=True, logits_to_keep=1)
     else:

@@ -141,7 +141,7 @@ def counted_part(model: nn.Module, part: str, image: Tensor) -> tuple[str, Mappi
     """
     is_only = len(find_stacks(model)) <= 1
     inputs = {"image" if is_only else part: image.to("meta", next(model.parameters()).dtype)}
-    size: Any = tuple(image.shape[1:]) if is_only else inputs
+    size = tuple(image.shape[1:]) if is_only else inputs
     # A model of transformers that reads texts too, of which no method here changes a thing.
     if hasattr(model, "get_image_features"):
         # Here, because importing it needs transformers.

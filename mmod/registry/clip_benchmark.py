@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ def load_routed(
     import open_clip
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
-    model: Any = open_model(pretrained).model.to(device)
+    model = open_model(pretrained).model.to(device)
     # By open_clip's defaults where the model does not say how its images are prepared.
     picture = PreprocessCfg(**open_clip.get_model_preprocess_cfg(model))
     transform = image_transform_v2(picture, is_train=False)

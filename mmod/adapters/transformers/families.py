@@ -148,7 +148,7 @@ def passes_keywords(module: nn.Module) -> bool:
 
 def has_plain_positions(text: nn.Module) -> bool:
     """Return whether positions are one number per token, with one rotary embedding for all layers."""
-    rotary: Any = text._modules.get("rotary_emb")
+    rotary = text._modules.get("rotary_emb")
     if rotary is None or list(parameters_of(rotary)) != ["x", "position_ids"]:
         return False
     # Sections divide the channels among time, height and width.

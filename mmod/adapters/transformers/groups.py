@@ -233,7 +233,7 @@ class GroupReader:
         """Step 1: read what is cached, padded and packed; None if no token may be skipped."""
         labels_BN = self.running.value.take_labels()
         source = source_of(arguments)
-        cache: Any = cache_of(arguments)
+        cache = cache_of(arguments)
         # The length of a static cache is a tensor; decoding must not synchronise with it.
         length: Tensor | int = 0 if cache is None else cache.get_seq_length()
         decodes = source.shape[1] == 1 and (isinstance(length, Tensor) or length > 0)

@@ -6,7 +6,7 @@ Axes: B samples, N tokens, T image tokens or video tokens of the batch.
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class ImageTokens:
         return self._kinds_of(module, source)
 
     def _kinds_of(self, module: nn.Module, embeds_BND: Tensor) -> Tensor:
-        table: Any = module.get_input_embeddings()  # type: ignore[operator]
+        table = module.get_input_embeddings()  # type: ignore[operator]
         kind_BN = torch.zeros(embeds_BND.shape[:2], dtype=torch.long, device=embeds_BND.device)
         for kind, token in self.ids.items():
             if not 0 <= token < table.num_embeddings:

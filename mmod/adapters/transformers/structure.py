@@ -70,7 +70,7 @@ def read_structure(arguments: Arguments, source: Tensor, past: Tensor | int, con
         past: Number of cached tokens.
         config: The config of the language model.
     """
-    mask: Any = arguments.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if isinstance(mask, Mapping):
         mask = mask.get("full_attention", next(iter(mask.values())))
     valid_BN = valid_tokens(mask, source, past)

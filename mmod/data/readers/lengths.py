@@ -183,9 +183,7 @@ def _read_sizes(chats: ChatDataset, progress: bool) -> Iterator[tuple[int, list[
     indices = np.flatnonzero(chats.images).tolist()
     with ThreadPoolExecutor(_THREADS) as pool:
         results = zip(indices, pool.map(read, indices))
-        bar: Any = progress_bar(
-            results, desc="read sizes", unit="records", total=len(indices), shown=progress, leave=False
-        )
+        bar = progress_bar(results, desc="read sizes", unit="records", total=len(indices), shown=progress, leave=False)
         yield from bar
 
 

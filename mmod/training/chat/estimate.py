@@ -229,7 +229,7 @@ def count_patches(model: Any, batch: Mapping[str, Tensor]) -> int:
     if "pixel_values" not in batch:
         return 0
     *images, _, height, width = batch["pixel_values"].shape
-    side: Any = model.config.vision_config.patch_size
+    side = model.config.vision_config.patch_size
     if isinstance(side, int):
         side = (side, side)
     down, across = side
