@@ -215,7 +215,9 @@ class TowerImportance(TowerReader):
     ) -> list[tuple[Tensor, int]]:
         rows = self.stack.rows
         if rows is not None:
-            sizes = [size for name in names for size in picture_sizes(arguments, rows.side, f"{name}_")]
+            sizes = []
+            for name in names:
+                sizes += picture_sizes(arguments, rows.side, f"{name}_")
             pictures = torch.cat([value.flatten() for value in calls]).split([size.patches for size in sizes])
             return [(rows.by_place(value_P, size), size.side) for value_P, size in zip(pictures, sizes)]
         # Images of several sizes may be one sequence, without prefix tokens.
