@@ -117,6 +117,23 @@ def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
                 question.check(folder)
 
 
+def test_another_teacher_in_the_same_place_makes_another_study(tmp_path: Path) -> None:
+    teacher = tmp_path / "other.safetensors"
+    study = study_in(tmp_path, finetune={"epochs": 1, "distill": {"teacher": str(teacher)}})
+    folder = Path(study.output)
+    folder.mkdir()
+    (folder / "tradeoff.json").write_text("{}")
+
+    def asked() -> Question:
+        return question_of(study.evaluation, comparison_of(study).runs())
+
+    asked().keep(folder, ["dense", "a-mod-0.5", "random-0.5"])
+    asked().check(folder)
+    teacher.write_bytes(teacher.read_bytes() + b" ")
+    with pytest.raises(FolderTakenError, match="teacher: "):
+        asked().check(folder)
+
+
 def test_of_models_that_are_not_trained_only_what_evaluates_them_differs(tmp_path: Path) -> None:
     study = study_in(tmp_path, tune=False, seeds=1)
     folder = Path(study.output)

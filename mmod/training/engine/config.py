@@ -235,6 +235,10 @@ class RunConfig:
         """Return the config without what training alone needs: a teacher, adapters, gradient checkpointing."""
         return self
 
+    def teacher(self) -> str | None:
+        """Return the teacher: "dense", the name of a model, or a checkpoint; None for no distillation."""
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the run folder keeps them."""
         return self.as_written()
@@ -414,7 +418,7 @@ class LoopConfig(RunConfig):
         return dataclasses.replace(self, distill=teacher, grad_checkpointing=False)
 
     def teacher(self) -> str | None:
-        """Return the teacher, with "auto" resolved; None for no distillation."""
+        """Return the teacher, with "auto" resolved; see `RunConfig.teacher`."""
         teacher = self.distill.teacher
         if teacher == "none":
             return None
