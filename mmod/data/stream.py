@@ -302,7 +302,7 @@ class BatchStream:
 
 
 @dataclass(eq=False)
-class _Batches(Dataset):
+class _Batches(Dataset[ReadBatch]):
     reader: BatchReader
     seeds: tuple[int, int]
 
