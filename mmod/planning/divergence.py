@@ -20,6 +20,9 @@ from mmod.methods.route import Route
 from mmod.model import change_, unroute_
 from mmod.values import IGNORED, check_finite, one_of
 
+PromptBatch = Mapping[str, Any]
+"""Prompts as the model's processor returns them by name: tensors of tokens (B, N), of images, and perhaps others."""
+
 
 def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence of a changed model's logits from the dense model's, per row (R)."""
@@ -111,7 +114,7 @@ def check_rows(rows: int) -> None:
         raise ValueError("no calibration samples: batches is empty, or has no outputs to compare")
 
 
-def compared(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
+def compared(batch: PromptBatch, image_token: int | None) -> Tensor:
     """Return the mask of tokens whose logits are compared (B, N)."""
     ids_BN = batch["input_ids"]
     if batch.get("labels") is not None:
@@ -124,7 +127,7 @@ def compared(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
     return text_BN
 
 
-def real_tokens(batch: Mapping[str, Any]) -> Tensor:
+def real_tokens(batch: PromptBatch) -> Tensor:
     """Return the mask of tokens that are no padding (B, N)."""
     mask_BN = batch.get("attention_mask")
     if isinstance(mask_BN, Tensor) and mask_BN.ndim == 2:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.planning.divergence import real_tokens
+from mmod.planning.divergence import PromptBatch, real_tokens
 from mmod.planning.plan_search import run_batch
 from mmod.values import IGNORED
 
@@ -24,7 +24,7 @@ class Questions(NamedTuple):
     answers: list[Tensor]
 
 
-def questions_of(batch: Mapping[str, Any], pad: int) -> Questions:
+def questions_of(batch: PromptBatch, pad: int) -> Questions:
     """Cut every prompt of a labelled batch before its last answer.
 
     Args:
@@ -104,9 +104,7 @@ def _end_tokens(config: Any) -> list[int]:
     return tokens
 
 
-def of_equal_length(
-    model: Any, batch: Mapping[str, Any], like: Mapping[str, Any] | None = None
-) -> Mapping[str, object] | None:
+def of_equal_length(model: Any, batch: PromptBatch, like: PromptBatch | None = None) -> PromptBatch | None:
     """Return as many prompts without padding: the batch itself, or its prompt of median length with images, repeated.
 
     Where all prompts have as many image tokens, each keeps its own images.

@@ -24,7 +24,7 @@ from mmod.analysis.timing import PASSES, Reading, image_reading
 from mmod.analysis.tracing import trace
 from mmod.io.store import fingerprint
 from mmod.planning.candidate import ImageSize
-from mmod.planning.divergence import compared, outputs, real_tokens
+from mmod.planning.divergence import PromptBatch, compared, outputs, real_tokens
 from mmod.planning.early import BATCH
 from mmod.planning.plan_search import run_batch
 from mmod.planning.prompts import IsRight, Questions, of_equal_length, pad_token, questions_of, right_of
@@ -43,7 +43,7 @@ MIX = "mix"
 """Name of the timed pass over prompts of different lengths."""
 ALONE = "batch 1"
 """Name of the timed passes over single images."""
-AtSize = Callable[[nn.Module, ImageSize], Iterable[Mapping[str, Any]]]
+AtSize = Callable[[nn.Module, ImageSize], Iterable[PromptBatch]]
 """Makes a model read images of another size, in place, and returns the batches at that size."""
 
 
@@ -244,9 +244,9 @@ class Prompts:
     redundancy = None
     classes = None
     note = ""
-    batches_at: Callable[[nn.Module, ImageSize], list[Mapping[str, Any]]] | None = None
+    batches_at: Callable[[nn.Module, ImageSize], list[PromptBatch]] | None = None
 
-    def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]], is_right: IsRight) -> None:
+    def __init__(self, model: Any, part: str, batches: Sequence[PromptBatch], is_right: IsRight) -> None:
         self.measure = AGREEMENT
         self.part = part
         self.batches = batches
@@ -303,7 +303,7 @@ class Prompts:
             raise ValueError(f"images of {images}: {error}") from error
         return resized
 
-    def _resized(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Prompts:
+    def _resized(self, model: nn.Module, batches: Sequence[PromptBatch]) -> Prompts:
         """Return the prompts of other batches, in which only images differ; answers are compared with the same ones."""
         texts = [self._text(batch) for batch in batches]
         own_texts = map(self._text, self.batches)
@@ -324,7 +324,7 @@ class Prompts:
             resized.timed = {BATCH: equal, MIX: batches[0]}
         return resized
 
-    def _text(self, batch: Mapping[str, Any]) -> Tensor:
+    def _text(self, batch: PromptBatch) -> Tensor:
         """Return the tokens of a batch that are neither padding nor of images."""
         ids_BN = batch["input_ids"]
         return ids_BN[real_tokens(batch) & (ids_BN != self.image_token)]
@@ -370,7 +370,7 @@ class Prompts:
             outcomes[CORRECT] = np.array(correct, np.float64)
         return _measured(outcomes)
 
-    def _top(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, str]:
+    def _top(self, model: nn.Module, batch: PromptBatch) -> tuple[Tensor, str]:
         """Return the most probable next tokens (T,), and what tells their logits and labels from others."""
         logits_TF = outputs(model, batch, self.part)
         told = [logits_TF]
@@ -379,11 +379,11 @@ class Prompts:
         return logits_TF.argmax(-1).cpu(), fingerprint(*told)
 
 
-def _count(batches: Iterable[Mapping[str, Any]], token: int) -> int:
+def _count(batches: Iterable[PromptBatch], token: int) -> int:
     return sum(int((batch["input_ids"] == token).sum()) for batch in batches)
 
 
-def _read(batch: Mapping[str, Any]) -> str:
+def _read(batch: PromptBatch) -> str:
     """Return what stands for prompts and their images."""
     seen = [batch["input_ids"], batch.get("pixel_values")]
     return fingerprint(*[value for value in seen if value is not None])
@@ -433,9 +433,9 @@ def _shape(images: object) -> str:
     return type(images).__name__
 
 
-def first_prompts(batches: Iterable[object], prompts: int, device: torch.device) -> list[Mapping[str, Any]]:
+def first_prompts(batches: Iterable[object], prompts: int, device: torch.device) -> list[PromptBatch]:
     """Return batches up to a number of prompts, whole ones, on a device."""
-    moved: list[Mapping[str, Any]] = []
+    moved: list[PromptBatch] = []
     for batch in batches:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             raise TypeError(f"batches must hold prompts, as the model's processor returns them, got {type(batch)}")

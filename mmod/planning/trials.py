@@ -40,7 +40,7 @@ from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice
 from mmod.planning.candidate import CONTROL, TOLERANCE, Candidate, ImageSize
 from mmod.planning.choice import AdviceRow
-from mmod.planning.divergence import check_batches
+from mmod.planning.divergence import PromptBatch, check_batches
 from mmod.planning.early import BATCH, COSINES, SHARES, front_in, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Costs, Images, Prompts, first_images, first_prompts
@@ -447,7 +447,7 @@ def _ready_models(
     return entrants
 
 
-def _batches_at(at_size: AtSize, count: int, model: nn.Module, size: ImageSize) -> list[Mapping[str, object]]:
+def _batches_at(at_size: AtSize, count: int, model: nn.Module, size: ImageSize) -> list[PromptBatch]:
     return first_prompts(at_size(model, size), count, next(model.parameters()).device)
 
 

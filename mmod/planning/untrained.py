@@ -21,6 +21,7 @@ from mmod.io.yaml import read_yaml
 from mmod.model import copy_of
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate
+from mmod.planning.divergence import PromptBatch
 from mmod.planning.schedules import drop_once, ratio_decay, stage_drop
 from mmod.planning.search import search_plan
 
@@ -164,7 +165,7 @@ def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[object
 
 
 def language_candidates(
-    model: nn.Module, part: str, depth: int, batches: Sequence[Mapping[str, object]], store: Path | None
+    model: nn.Module, part: str, depth: int, batches: Sequence[PromptBatch], store: Path | None
 ) -> list[Candidate]:
     """Return the candidates of a language model that reads images.
 
@@ -193,7 +194,7 @@ def language_candidates(
 
 
 def smaller_images(
-    model: Any, batches: Sequence[Mapping[str, Any]], limits: Mapping[str, int] | None
+    model: Any, batches: Sequence[PromptBatch], limits: Mapping[str, int] | None
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return candidates that read smaller images, by the share of patches or pixels, and why there are none.
 
