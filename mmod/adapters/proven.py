@@ -62,15 +62,6 @@ class Proof(CallForm, Branches):
         """The fields of `CallForm`."""
         return {part.name: getattr(self, part.name) for part in dataclasses.fields(CallForm)}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, from which `from_plain` makes the proof again."""
-        values = dataclasses.asdict(self)
-        for name, value in values.items():
-            # JSON has no tuples.
-            if isinstance(value, tuple):
-                values[name] = list(value)
-        return values
-
 
 def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = None) -> NamedArguments:
     """Return how a proven block is called.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -202,8 +203,9 @@ def forget(model: nn.Module) -> None:
 
 
 def proofs_of(model: nn.Module) -> dict[str, dict[str, object]]:
-    """Return how the blocks of a changed model are called, as plain values by the name of their list."""
-    return {name: vars(module)[_PROOF].to_dict() for name, module in model.named_modules() if _PROOF in vars(module)}
+    """Return how the blocks of a changed model are called, as values that JSON takes, by the name of their list."""
+    known = {name: vars(module)[_PROOF] for name, module in model.named_modules() if _PROOF in vars(module)}
+    return {name: dataclasses.asdict(proof) for name, proof in known.items()}
 
 
 def restore_proofs(model: nn.Module, proofs: object) -> None:
