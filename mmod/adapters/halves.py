@@ -53,9 +53,10 @@ class Branches:
     attends_twice: bool = False
 
     def options(self, block: nn.Module, dim: int) -> dict[str, Any]:
-        """Return operators, tuples and halves of a block as options of `NamedArguments`.
+        """Return what is known of a block's branches as keyword arguments of `NamedArguments`.
 
         Args:
+            block: A block of the kind that was tried.
             dim: Channels of a token.
         """
         silent_attention: dict[str, ModuleRunner] = dict.fromkeys(self.idle_attention, return_input)

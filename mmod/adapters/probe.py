@@ -211,7 +211,16 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
 def first_that_runs(
     model: nn.Module, run: Callable[[Arguments], Result], example: Example | None = None
 ) -> tuple[Result | None, str]:
-    """Return what a function returns for the first inputs that it runs on, or None, and why it ran on no others."""
+    """Call a function with likely inputs of a model, one after the other, until a call succeeds.
+
+    Args:
+        model: The model whose inputs are guessed.
+        run: Gets inputs by name. It may raise anything.
+        example: Inputs to try alone, instead of guesses.
+
+    Returns:
+        The result of the call that succeeded and an empty text; or None and the errors of the first two calls.
+    """
     reasons: list[str] = []
     for inputs in likely_inputs(model, example):
         try:

@@ -163,7 +163,7 @@ class Prefill:
         self.inputs[GROUPS] = groups if groups.skips else None
 
     def run(self) -> Any:
-        """Read the prompt, and return the cache; the heads read the last token."""
+        """Run the prefill and return its KV cache. The heads run for the last token alone, as in generation."""
         from transformers import DynamicCache
 
         from mmod.adapters.transformers.cache_base import cache_of, with_cache

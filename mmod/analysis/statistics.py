@@ -107,10 +107,10 @@ def _written(number: float, form: str) -> str:
 
 
 def published(fields: Sequence[tuple[str, object]]) -> dict[str, object]:
-    """Return the fields of a dataclass as reports name them, for `dataclasses.asdict(..., dict_factory=published)`.
+    """Return the fields of a dataclass under the names that files of results have.
 
-    An estimate has the keys value, low and high; a difference between models has mean, low, high and seeds. None
-    stands for what an estimate lacks.
+    For `dataclasses.asdict(..., dict_factory=published)`. An `Estimate` gets the keys value, low and high; one that is
+    a difference paired by seed gets mean, low, high and seeds. NaN becomes None. Other dataclasses keep their names.
     """
     named = dict(fields)
     if list(named) != ["value", "low", "high", "seeds"]:

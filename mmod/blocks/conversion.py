@@ -289,7 +289,10 @@ def modules_of(model: nn.Module, method: str) -> list[Mixin]:
 
 
 def make_dense(module: nn.Module) -> None:
-    """Give a converted module its host's class back; mixins that are part of no method's change stay."""
+    """Remove the mixins of methods from a module, so that it runs as its host's class does.
+
+    Mixins that belong to no method, such as those that only observe, stay.
+    """
     for mixin in mixins_of(module):
         if mixin.mod_of_method:
             remove(module, mixin)

@@ -188,10 +188,18 @@ class RowSource(NamedTuple):
 
 
 def spread_rows(rows_PF: Tensor, size: PictureSize, channels: int) -> Tensor:
-    """Return the pixels of patches by row and column (B, R, C, H, E), from rows in which a token's follow each other.
+    """Return the pixels of patches by their row and column in the picture.
+
+    Some towers of vision-language models get patches as rows, in which the `side` x `side` patches of one image token
+    follow each other. This puts them back on the grid.
 
     Args:
         rows_PF: Pixels of each patch, channel by channel.
+        size: Frames, rows and columns of patches, and the side of a token's square.
+        channels: Channels of a pixel.
+
+    Returns:
+        Pixels (B, R, C, H, E): frames, rows, columns, channels, and pixels of a patch.
 
     Example:
         >>> rows = torch.arange(8.0).unsqueeze(1)
@@ -246,7 +254,10 @@ def _padded(value_BN: Tensor, longest: int) -> Tensor:
 
 
 def patches_of_pass(calls: PerThread[StackCalls]) -> Patches:
-    """Return what is known of the patches of the forward pass that entered a block last in this thread."""
+    """Return the patches of this thread's current forward pass: the one that entered a block last.
+
+    Outside of a pass, the result says that nothing is known of them.
+    """
     entered = calls.value.entered
     if entered is None:
         return Patches()

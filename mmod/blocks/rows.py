@@ -40,7 +40,10 @@ from mmod.threads import PerThread
 
 
 class FusedNorm(Mixin):
-    """Mixin of a block's first norm, for rows that were normalised in the kernel that gathered them."""
+    """Mixin of a block's first norm that returns the rows that `gather_kept` has already normalised.
+
+    One kernel gathers kept tokens and normalises them, where there is one. Other inputs are normalised here.
+    """
 
     mod_state: PerThread[Inner]
     mod_optional = True

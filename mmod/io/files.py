@@ -73,7 +73,19 @@ def text_bytes(data: bytes, name: str) -> bytes:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """Decode a text that a user wrote: every character but a byte order mark; a ValueError unless it is UTF-8."""
+    """Return a text that a user wrote, without a byte order mark.
+
+    Args:
+        data: The text in UTF-8.
+        name: What holds it, for messages.
+
+    Raises:
+        ValueError: The bytes are no UTF-8; the message has the first byte that is not.
+
+    Example:
+        >>> decode_text("zwei Käfer".encode(), "a caption")
+        'zwei Käfer'
+    """
     plain = text_bytes(data, name)
     try:
         return plain.decode()

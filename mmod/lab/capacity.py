@@ -155,10 +155,11 @@ register_constant(_RuleOfOne)
 
 
 class LearnedRouter(Router):
-    """A router while its capacity is learned.
+    """A router whose capacity is being learned, between multiples of an eighth.
 
-    In training it runs the next higher eighth, and weighs the tokens beyond the next lower one by how far the capacity
-    lies between the two. Without gradients it runs the nearest plan.
+    In training it runs as many tokens as the next higher eighth. The tokens beyond the next lower eighth get a weight:
+    the position of the learned capacity between the two, which so has a gradient. Capacity 0.3 runs 3/8 of the tokens,
+    of which the last eighth weighs 0.4. Without gradients it runs the nearest plan.
 
     Attributes:
         learning: The capacities of all blocks, and which of them is this router's. A tuple, so that the model does not

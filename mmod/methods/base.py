@@ -320,7 +320,10 @@ def _apply_in_training(model: Model, method: Method) -> Model:
 
 @contextmanager
 def as_evaluated(model: nn.Module) -> Iterator[None]:
-    """Context without methods for training alone in a model and in models inside it, whatever their mode."""
+    """Context in which a model has no method for training alone, in training mode either.
+
+    This holds for models inside it too. Afterwards the methods are back.
+    """
     held = {module: _release(module) for module in training_only_models(model)}
     try:
         yield

@@ -267,7 +267,7 @@ def _with_rows(whole: Tensor, index_B: Tensor, part: Tensor) -> Tensor:
 
 
 class ExitModel(BlockOwner):
-    """Mixin of a model with exits: gathers what they return in a call of it."""
+    """Mixin of a model with exits: a call returns each image's output, from the exit at which the image left."""
 
     mod_optional = False
     mod_running = ("forward",)

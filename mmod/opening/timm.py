@@ -170,9 +170,10 @@ def _read_imagenet(subset: str) -> ImageNetInfo:
 
 
 def published_classes(model: nn.Module) -> dict[str, int] | None:
-    """Return the classes of a model by name, as its weights state them or, by their number, those of ImageNet.
+    """Return the number of each class of a model by the name of the class.
 
-    Classes of ImageNet are named by their WordNet identifiers, as its folders are.
+    Names are those that the weights state. Otherwise they are those of the subset of ImageNet that has as many
+    classes: WordNet identifiers, as its folders are named. None if there is no such subset.
     """
     facts = image_facts(model)
     subset = infer_imagenet_subset({"num_classes": facts.classes})

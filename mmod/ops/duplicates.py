@@ -17,13 +17,15 @@ FIRST = 256.0
 
 
 class Duplicates(NamedTuple):
-    """What stands for the patches of pictures.
+    """For each patch of some pictures, the equal patch that is computed in its place.
+
+    A patch is compared with those that are computed for its left, its upper and its upper-left neighbour.
 
     Args:
-        difference_BN: Largest difference of a channel, in grey levels of 255. It is that to the most similar of the
-            patches that stand for the left, the upper and the upper-left neighbour; `FIRST` at the first of a cell.
-        stands_BN: The patch that stands for each, itself where none is similar enough.
-        first_BN: The first patch of each patch's cell, which stands for itself.
+        difference_BN: Largest difference of any channel and pixel to the most similar of the three, in grey levels of
+            255; `FIRST` for the first patch of a cell, which is always computed.
+        stands_BN: Index of the patch that is computed in its place; its own where none is similar enough.
+        first_BN: Index of the first patch of its cell.
     """
 
     difference_BN: Tensor

@@ -171,10 +171,14 @@ def run_batch(model: nn.Module, batch: object) -> None:
 
 
 def stopwatch(model: nn.Module, part: str, batch: object) -> Clock:
-    """Return a function that times one forward pass; for a language model the prefill, vision tower included.
+    """Return a function that times models of several plans, each in one forward pass over a batch.
 
-    Copies that share the model's weights and the dense model itself are timed in turns, so that the machine's load
-    affects all of them equally.
+    For a language model that is the prefill, vision tower included. The dense model and copies that share its weights
+    are timed in turns, so that the load of the machine affects all of them equally.
+
+    Returns:
+        A function of routing configs. It returns milliseconds of the dense model, and for each config the share of
+        the dense time.
     """
 
     def measure(configs: Sequence[RoutingConfig]) -> tuple[float, list[float]]:

@@ -60,7 +60,15 @@ def questions_of(batch: PromptBatch, pad: int) -> Questions:
 
 @torch.no_grad()
 def right_of(model: Any, questions: Questions, pad: int, image_token: int, is_right: IsRight) -> list[bool]:
-    """Return for every question whether the model's greedy answer is right; both end with the first end token."""
+    """Return for every question whether the model's greedy answer is right.
+
+    Args:
+        model: A vision-language model that generates.
+        questions: Prompts and their expected answers.
+        pad: Token that fills shorter prompts.
+        image_token: Token that is never generated, as it would need an image.
+        is_right: Compares tokens of the given answer with those of the expected one, each up to its first end token.
+    """
     ends = _end_tokens(model.generation_config)
     given_BN = model.generate(
         **questions.inputs,

@@ -236,9 +236,14 @@ def _patch_of(size: tuple[int, int], grid: tuple[int, int] | None) -> tuple[int,
 
 
 class Prompts:
-    """Batches of prompts, evaluated by generated answers where there are labels, else by the next tokens of all text.
+    """Batches of prompts on which candidates are compared with the dense model.
 
-    Attributes are those of `Images`, and what makes a model read images of another size and returns all batches so.
+    With labels, a candidate is evaluated by the answers that it generates; without, by how often its next token is
+    the dense model's, over all text.
+
+    Attributes:
+        batches_at: Makes a model read images of another size, and returns the batches with such images; None if the
+            caller gave no way. The others are those of `Images`.
     """
 
     redundancy = None

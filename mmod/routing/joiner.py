@@ -35,7 +35,7 @@ class Joiner(ABC):
         """Return how many of N tokens must be kept, so that all others have one to join."""
 
     def unit_rows(self, x_BND: Tensor, config: RoutingConfig) -> Tensor | None:
-        """Return rows of norm 1 (B, N, E) if the score reads them too; else None."""
+        """Return the tokens at norm 1 (B, N, E) if joiner and score both need them, so that they are made once."""
         return None
 
     def spread(self, rows_BKD: Tensor, earlier: Routing) -> Tensor | None:

@@ -117,7 +117,14 @@ def right_patches(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> 
 
 
 def right_objects(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
-    """Return the share of patches of any class but 0 that are classified right in percent."""
+    """Return how many percent of the patches with an object are classified right, for each draw (S,).
+
+    Patches of class 0 are background, and do not count.
+
+    Args:
+        outcomes: Confusion counts of each image (N, C, C): labels by predictions.
+        weight_SN: How often each draw of a bootstrap has each image.
+    """
     # Class 0 is the background; without its row the diagonal begins a column later.
     count_SCC = _weighed_counts(outcomes, weight_SN)[:, 1:]
     return 100 * np.diagonal(count_SCC, offset=1, axis1=1, axis2=2).sum(1) / count_SCC.sum((1, 2))

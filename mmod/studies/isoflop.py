@@ -340,7 +340,15 @@ def optima(points: Points) -> list[dict[str, Any]]:
 
 
 def told(points: Points, minima: Points) -> list[str | MarkdownTable]:
-    """Return tables of points and minima, and what the minima say."""
+    """Return the text of a page on isoFLOP curves.
+
+    Args:
+        points: The models that were trained: one for each series, budget and size.
+        minima: The lowest point of each curve; empty without curves.
+
+    Returns:
+        A table of each, and a sentence that compares the series at their minima.
+    """
     return [*_tables(points, minima), _verdict(minima, points[0]["series"])]
 
 

@@ -152,7 +152,19 @@ class TowerReader:
 
 
 def side_of(patches: int, tokens: int) -> int:
-    """Return the patches along a side of the squares that image tokens stand for."""
+    """Return how many patches wide the square is that each image token stands for.
+
+    Args:
+        patches: Patches of all images of a call.
+        tokens: Image tokens of the same images.
+
+    Raises:
+        ValueError: No squares of whole patches give these numbers.
+
+    Example:
+        >>> side_of(patches=576, tokens=144)
+        2
+    """
     side = isqrt(patches // max(tokens, 1))
     if side**2 * tokens != patches:
         raise ValueError(

@@ -28,9 +28,14 @@ Protected = Literal["question", "conversation"]
 
 
 class ChatSample(NamedTuple):
-    """One conversation, ready to be encoded; `kinds` holds the type of each question, or is empty.
+    """One conversation, ready to be encoded.
 
-    `faults` are those of conversations that it replaces.
+    Args:
+        key: Name of the conversation in its file.
+        messages: Its turns, in order.
+        images: Its pictures, in the order of their placeholders.
+        kinds: Type of each question; empty if the data names none.
+        faults: Faults of the unreadable conversations that this one was drawn to replace.
     """
 
     key: str
@@ -159,7 +164,7 @@ class ChatDataset:
         return json.loads(line.tobytes())
 
     def without(self, indices: Collection[int]) -> ChatDataset:
-        """Return the other conversations, with the same report."""
+        """Return a data set without the conversations at some indices; it shares the report of faults."""
         remaining = (self.record(index) for index in range(len(self)) if index not in indices)
         return ChatDataset(remaining, self.report)
 

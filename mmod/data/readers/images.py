@@ -244,7 +244,19 @@ class Subset:
 def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
     """Return the most frequent class of each patch of a square label map, row by row; the lowest in a tie.
 
-    Pixels of value `UNLABELLED` are not counted; a patch of such pixels only is `IGNORED`. A ValueError if all are.
+    Args:
+        labels_HH: Class of each pixel. Pixels of value `UNLABELLED` are not counted.
+        side: Side of a patch in pixels; divides that of the map.
+
+    Returns:
+        A class for each patch; `IGNORED` for a patch without a labelled pixel.
+
+    Raises:
+        ValueError: No pixel of the map has a class.
+
+    Example:
+        >>> patch_classes(np.array([[0, 0, 3, 3], [0, 1, 3, 1], [2, 2, 255, 255], [2, 2, 255, 255]]), side=2)
+        [0, 3, 2, -100]
     """
     steps = len(labels_HH) // side
     # To (patches, their pixels): split both axes, and bring the two patch axes together.

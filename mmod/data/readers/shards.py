@@ -77,7 +77,7 @@ def parse_patches(data: bytes, side: int) -> list[int]:
 
 
 def label_map(side: int) -> LabelMember:
-    """Return the target for one class per patch with this side in pixels."""
+    """Return the reader of `.seg.png` members: label maps, of which each patch of `side` pixels gets one class."""
     return LabelMember("seg.png", partial(parse_patches, side=side))
 
 

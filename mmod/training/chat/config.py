@@ -133,7 +133,10 @@ class ModelConfig(Checked, group="model"):
         return {} if self.checkpoint is None else {"checkpoint": self.checkpoint}
 
     def started_from(self, folder: str | None) -> ModelConfig:
-        """Return the config of the final model in a run folder, which says what the model is; None is refused."""
+        """Return the config of a model that starts from the final model of a run.
+
+        The folder holds the architecture and the processor, so only `args` are kept of this config.
+        """
         return ModelConfig(checkpoint=folder, args=self.args)
 
     @property

@@ -180,7 +180,17 @@ def answer_outcomes(answers: Sequence[Answer]) -> dict[str, np.ndarray]:
 
 
 def right_answers(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
-    """Return the accuracy of weighted answers in percent, mean over kinds of questions (S,); see `answer_outcomes`."""
+    """Return the accuracy in percent for each draw (S,): the mean over the kinds of questions.
+
+    Args:
+        outcomes: Whether each answer is right, and its kind of question, from `answer_outcomes`.
+        weight_SN: How often each draw of a bootstrap has each answer.
+
+    Example:
+        >>> answers = {"answer": np.array([1.0, 0.0, 1.0]), "kind": np.array([0, 0, 1])}
+        >>> right_answers(answers, np.array([[1, 1, 1], [2, 0, 1]])).tolist()
+        [75.0, 100.0]
+    """
     shares = []
     for kind in range(int(outcomes["kind"].max()) + 1):
         is_kind_N = outcomes["kind"] == kind

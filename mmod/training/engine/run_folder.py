@@ -259,7 +259,16 @@ def _finished_result(folder: str | Path | None) -> dict[str, Any] | None:
 
 
 def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Result] | None:
-    """Return the result in a run folder, with evaluations of a kind; None if its run is not finished."""
+    """Return the result that a finished run wrote into its folder; None if the run is not finished.
+
+    Args:
+        folder: The run folder.
+        result_class: The dataclass of the run's evaluations.
+
+    Raises:
+        DamagedFileError: Weights of the run do not have their checksums any more.
+        ValueError: The result cannot be read.
+    """
     path = folder / RESULT
     if not path.exists():
         return None

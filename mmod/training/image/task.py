@@ -173,7 +173,18 @@ def labelled(logits: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 
 def check_targets(targets: Tensor, classes: int | None) -> None:
-    """Raise a ValueError if a label is not a class of the model, nor `IGNORED`; None classes are unknown."""
+    """Check that labels are classes of the model.
+
+    Args:
+        targets: Labels of images (B,), or of patches (B, N), where `IGNORED` marks those without a class.
+        classes: Number of the model's outputs; None checks nothing.
+
+    Raises:
+        ValueError: A label is negative, or not below `classes`.
+
+    Example:
+        >>> check_targets(torch.tensor([0, 9]), classes=10)
+    """
     of_patches = targets.ndim == 2
     if of_patches:
         targets = targets[targets != IGNORED]
