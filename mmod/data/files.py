@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
-from mmod.data.readers.conversations import ConversationsConfig
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.folders import map_folders, split_folder, walk_images
 from mmod.data.readers.hf_datasets import PREFIX
 from mmod.data.readers.shards import expand_pattern
@@ -43,7 +43,7 @@ def data_files(data: object, use: Use = "val") -> str | None:
 
     The checksum is of names and sizes, which a copy of the data has too. Of folders of training images it is of names
     alone, as to look up a million sizes takes minutes on some disks. None for sets that are drawn, streamed or remote,
-    and for files that are not there. Of conversations the images are not looked up.
+    and for files that are not there. The images of conversations are looked up for evaluation alone.
 
     Example:
         >>> data_files(DataConfig("digits:tiny")) is None
@@ -53,6 +53,8 @@ def data_files(data: object, use: Use = "val") -> str | None:
     # What is missing is told by what opens it.
     with suppress(ValueError, FileNotFoundError):
         paths = files_of(data, use)
+        if use == "val" and isinstance(data, ConversationsConfig):
+            paths += _images_of(paths, data)
     if not paths:
         return None
     return _looked_up(paths, with_sizes=use == "val")
@@ -97,6 +99,16 @@ def files_of(data: object, use: Use) -> list[str]:
             )
         return [source]
     return []
+
+
+def _images_of(paths: Sequence[str], data: ConversationsConfig) -> list[str]:
+    """Return the images that files of conversations name; shards hold theirs."""
+    images: set[str] = set()
+    for path in paths:
+        if path.endswith((".json", ".jsonl")):
+            chats = open_conversations(path, data)
+            images.update(*(chats.record(index)["images"] for index in range(len(chats))))
+    return sorted(images)
 
 
 def _shards(pattern: str | Sequence[str]) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
-from mmod.data.files import check_files, data_files
+from mmod.data.files import Use, check_files, data_files
 from mmod.data.readers.conversations import ConversationsConfig
 
 
@@ -42,6 +44,30 @@ def test_files_are_told_by_names_and_sizes(kind: str, tmp_path: Path) -> None:
     assert data_files(data) == before
     changed.write_bytes(b"54321")
     assert data_files(data) not in (before, None)
+
+
+def test_images_of_conversations_are_told_by_names_and_sizes(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    said = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "That."}]
+    (tmp_path / "one/val.json").write_text(json.dumps([{"image": "a.png", "conversations": said}]))
+    image = tmp_path / "one/a.png"
+    Image.new("RGB", (8, 8)).save(image)
+
+    def told(folder: str, use: Use = "val") -> str | None:
+        file = str(tmp_path / folder / "val.json")
+        return data_files(ConversationsConfig(file, file), use)
+
+    before, trained = told("one"), told("one", "train")
+    assert str(before).startswith("2 files, ")
+    assert str(trained).startswith("1 file, ")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert told("two") == before
+    Image.new("RGB", (64, 64)).save(image)
+    assert told("one") not in (before, None)
+    assert told("one", "train") == trained
+    # The file is known also where a record cannot be read.
+    image.unlink()
+    assert str(told("one")).startswith("1 file, ")
 
 
 def test_a_copy_of_a_folder_is_the_same_set_and_what_is_not_read_does_not_count(tmp_path: Path) -> None:
