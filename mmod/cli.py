@@ -187,7 +187,7 @@ def run(command: str, arguments: Sequence[str]) -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # And it reads an old name of transformers, which is no key of a user's.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-    with one_line_errors(options=_options_of(command)), one_line_warnings():
+    with one_line_errors(), one_line_warnings():
         _check_config(command, arguments)
         if command in SCREENS and asks_for_screen(arguments):
             print(first_screen(command), flush=True)
@@ -205,16 +205,6 @@ def run(command: str, arguments: Sequence[str]) -> None:
                 report_on(folder)
         # Here, where it is no fault that the program that reads them ended.
         sys.stdout.flush()
-
-
-def _options_of(command: str) -> dict[str, str]:
-    """Return the options of a command for keys of data, which messages name as Python does."""
-    group = command.split()[0]
-    if group == "advise":
-        return {"on_corrupt": "--on_corrupt"}
-    if group in ("train", "evaluate"):
-        return {"on_corrupt": "--data.on_corrupt"}
-    return {}
 
 
 def asks_for_screen(arguments: Sequence[str]) -> bool:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
             for question_type, share in measure_prior(config).items():
                 print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
     except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
-        raise one_line_exit(error, {"on_corrupt": "--on_corrupt"}) from error
+        raise one_line_exit(error) from error
 
 
 def _convert(module: Any, arguments: Sequence[str], prog: str) -> None:

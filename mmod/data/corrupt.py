@@ -17,8 +17,6 @@ OnCorrupt = Literal["raise", "skip"]
 _MAX_DETAILS = 1000
 # Faults that an error names.
 _TOLD = 5
-SKIPPING = "(on_corrupt='skip' counts such samples and leaves them out)"
-"""What else may be done with samples that cannot be read, for messages."""
 
 
 class CorruptDataError(ValueError):
@@ -63,6 +61,7 @@ class CorruptReport:
         on_corrupt: "raise" raises the first fault; "skip" counts faults.
         limit: Maximum number of faults that are skipped; None for any number.
         retried: Number of reads of remote files that were repeated.
+        skip: How "skip" is asked for, for messages: a key of configs, or an option of a command.
 
     Example:
         >>> report = CorruptReport("skip")
@@ -77,6 +76,7 @@ class CorruptReport:
     limit: int | None = None
     # A tensor that worker processes share, where files are remote.
     retried: SupportsInt = 0
+    skip: str = "data.on_corrupt: skip"
 
     def __post_init__(self) -> None:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
@@ -88,11 +88,16 @@ class CorruptReport:
             told = "; ".join(map(str, met[:_TOLD]))
             if len(met) > _TOLD:
                 told += f"; {len(met) - _TOLD} more"
-            raise CorruptDataError(f"{told} {SKIPPING}")
+            raise CorruptDataError(f"{told} {self.advice}")
         for fault in met:
             self.faults[fault] = None
             if self.limit is not None and len(self.faults) > self.limit:
                 raise CorruptDataError(f"more than max_corrupt={self.limit} faults, the last: {fault}")
+
+    @property
+    def advice(self) -> str:
+        """What else may be done with samples that cannot be read, behind a message."""
+        return f"({self.skip} counts such samples and leaves them out)"
 
     @property
     def counts(self) -> dict[str, int]:

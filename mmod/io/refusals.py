@@ -8,10 +8,9 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mmod.io.builds import explain_unloaded
@@ -53,14 +52,13 @@ class LostProcessError(RuntimeError):
 
 
 @contextmanager
-def one_line_errors(*folders: Path, options: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+def one_line_errors(*folders: Path) -> Iterator[None]:
     """Context that ends the program with one line if mmod refuses something; other errors keep their traceback.
 
     `one_line_exit` has the exit code.
 
     Args:
         folders: Further code whose refusals are one line.
-        options: Options of the command by keys that its messages name, see `one_line_exit`.
 
     Example:
         >>> from mmod.config import RoutingConfig
@@ -90,20 +88,12 @@ write 0.02 if 2 % is meant
             # Python writes what is left when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(_READER_LEFT)
-        raise one_line_exit(error, options) from error
+        raise one_line_exit(error) from error
 
 
-def one_line_exit(error: BaseException, options: Mapping[str, str] = MappingProxyType({})) -> SystemExit:
-    """Print an error in one line and return the exit with its code: 2 if what the user gave is wrong, else 1.
-
-    Args:
-        options: Options of the command by the keys of arguments: what a caller in Python would pass as `key='value'`,
-            the message writes as the option.
-    """
-    message = str(error)
-    for key, option in options.items():
-        message = re.sub(rf"\b{key}='([^']*)'", rf"{option} \1", message)
-    end = SystemExit(f"error: {message}")
+def one_line_exit(error: BaseException) -> SystemExit:
+    """Print an error in one line and return the exit with its code: 2 if what the user gave is wrong, else 1."""
+    end = SystemExit(f"error: {error}")
     # Python prints a message only of an exit that has no code of its own.
     print(end, file=sys.stderr)
     end.code = 2 if isinstance(error, _WRONG) else 1

@@ -199,7 +199,7 @@ def read_images(
     if opened.classes is not None:
         names = ModelClasses(opened.classes, "the model", required=False)
     source = FolderSource(folder, "", train_split="", model=names, labelled=False)
-    report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
+    report = CorruptReport(on_corrupt, skip="--on_corrupt skip")  # type: ignore[arg-type]
     # Folders stand in order of their classes, so that the first images would be those of one.
     positions = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
     preprocessing = opened.preprocessing

@@ -55,7 +55,7 @@ def test_conversion_drops_exactly_the_records_that_readers_count() -> None:
 def test_a_command_names_its_own_option_and_the_first_item() -> None:
     Path("0.png").write_bytes(PNG)
     Path("t.json").write_text(json.dumps([{"image": f"{name}.png", "conversations": SAID} for name in range(3)]))
-    told = r"the first, counted from 0, is item 1, image not found: .* lists them; --on_corrupt skip leaves them out"
+    told = r"the first, counted from 0, is item 1, image not found: .* lists them; --on_corrupt skip, in Python"
     with pytest.raises(SystemExit, match=told):
         commands.main(["conversations", "t.json", "out"])
 

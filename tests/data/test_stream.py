@@ -204,7 +204,7 @@ def damaged_folder(folder: Path, root: Path, broken: list[int]) -> list[str]:
 def test_a_corrupt_image_raises(folder, tmp_path, workers, in_memory):
     damaged_folder(folder, tmp_path, [4])
     config = folder_config(tmp_path, workers=workers)
-    with pytest.raises(CorruptDataError, match=r"004\.png: image of 200 bytes cannot be decoded.*on_corrupt='skip'"):
+    with pytest.raises(CorruptDataError, match=r"004\.png: image of 200 bytes cannot be decoded.*on_corrupt: skip"):
         list(image_stream(config, in_memory=in_memory).batches(0))
 
 

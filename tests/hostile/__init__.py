@@ -22,7 +22,7 @@ import torch
 from mmod.data.corrupt import CorruptReport
 
 Documented = Literal["refused", "counted", "read"]
-"""An error of one line; or that, which advises on_corrupt='skip', and with it one count; or no error."""
+"""An error of one line; or that, which advises to skip, and with it one count; or no error."""
 SECONDS, MEBIBYTES = 20.0, 2048.0
 """Limits of a case."""
 _MOST_LETTERS = 1500
@@ -170,6 +170,6 @@ def _fault_of(message: str, case: Case) -> str:
         return f"a message of {len(message)} letters: {message[:300]!r}"
     if not re.search(case.says, message):
         return f"the message does not say {case.says}: {message[:300]!r}"
-    if case.documented == "counted" and "on_corrupt='skip'" not in message:
+    if case.documented == "counted" and not re.search("on_corrupt(=|: )'?skip", message):
         return f"the message does not say how to go on: {message[:300]!r}"
     return ""

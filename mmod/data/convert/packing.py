@@ -183,7 +183,7 @@ def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], 
         # Records need not have an id.
         if name:
             first += f", {name!r}"
-        advice = "on_corrupt='skip' leaves them out"
+        advice = "--on_corrupt skip, in Python on_corrupt='skip', leaves them out"
         if not samples:
             looked_in = config.images or Path(config.source).parent
             advice = f"the images are looked for in {str(looked_in)!r}: name the folder of their paths by `images`"

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.config import SourceConfig
-from mmod.data.corrupt import SKIPPING, CorruptDataError, CorruptReport, Fault
+from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.embedded import locate
 from mmod.data.readers.images import IMAGE_EXTENSIONS, ImageFiles, decode_image, read_image
 from mmod.data.readers.shard_files import ShardFiles, read_at
@@ -129,7 +129,7 @@ class ChatDataset:
             if not isinstance(sample, Fault):
                 return sample._replace(faults=tuple(faults))
             if self.report.on_corrupt == "raise":
-                raise CorruptDataError(f"{sample} {SKIPPING}")
+                raise CorruptDataError(f"{sample} {self.report.advice}")
             faults.append(sample)
         raise CorruptDataError(f"no conversation with an image can be read; the last: {faults[-1]}")
 
