@@ -29,6 +29,7 @@ from mmod.studies.kind_configs import FeaturesStudyConfig
 from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of
 from mmod.studies.report import listed
 from mmod.studies.runs import Run
+from mmod.training.engine.evaluate import mean_share
 from mmod.training.engine.kind import Kind, load
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
@@ -287,12 +288,8 @@ def _evaluate(
     classify = classify_patches if config.feature == "patches" else classify_images
     outcomes = classify(features, config)
     images = len(next(iter(outcomes.values())))
-    # A dense model keeps all.
-    mean_kept = 1.0
-    if kept:
-        mean_kept = sum(kept.values()) / len(kept)
     skipped = sum(len(stream.report.faults) for stream in streams.values())
-    return Measured({**figures_of(outcomes, images), "kept": mean_kept}, kept, images, skipped, outcomes)
+    return Measured({**figures_of(outcomes, images), "kept": mean_share(kept)}, kept, images, skipped, outcomes)
 
 
 def features_store(folder: Path) -> Store:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,6 +172,11 @@ def weight_sums(checkpoint: str) -> list[str]:
             path = find_weights(checkpoint)
             files = [path] if path.is_file() else _model_in(path)
     return [_sha256(file, file.stat().st_mtime_ns) for file in files]
+
+
+def told_sums(sums: Iterable[str]) -> str:
+    """Return checksums as records and messages have them."""
+    return " ".join(checksum[:8] for checksum in sums)
 
 
 def _model_in(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any
 from mmod.data.files import data_files
 from mmod.io.files import write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
-from mmod.studies.measure import identity_of, weight_sums
+from mmod.studies.measure import identity_of, told_sums, weight_sums
 from mmod.studies.runs import Run
 from mmod.training.engine.config import TRAINING
 
@@ -140,13 +140,9 @@ def _model_of(run: Run, written: Collection[str]) -> dict[str, object]:
     if weights and run.training.model.checkpoint not in written:
         # The weights tell the model, wherever they or the study were moved to.
         model["model"] = {**model["model"], "checkpoint": None}
-        model["weights"] = _told(weights)
+        model["weights"] = told_sums(weights)
     teacher = run.training.teacher()
     # The dense one is the model itself.
     if run.is_trained and teacher is not None and teacher not in ("dense", *written):
-        model["teacher"] = _told(weight_sums(teacher))
+        model["teacher"] = told_sums(weight_sums(teacher))
     return dict(model)
-
-
-def _told(sums: Sequence[str]) -> str:
-    return " ".join(checksum[:8] for checksum in sums)

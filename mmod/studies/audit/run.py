@@ -38,7 +38,7 @@ from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of
-from mmod.studies.measure import identity_of, weight_sums
+from mmod.studies.measure import identity_of, told_sums, weight_sums
 from mmod.training.command import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
@@ -123,7 +123,7 @@ def _record(folder: Path, config: Any) -> None:
     for path in (options.reference, *options.baselines):
         if path is not None:
             checksums[path] = weight_sums(path)
-    weights = {name: " ".join(checksum[:8] for checksum in by_file) for name, by_file in checksums.items()}
+    weights = {name: told_sums(by_file) for name, by_file in checksums.items()}
     record = {**record_of(config), "weights": weights, "files": data_files(config.data)}
     existing = read_record(folder, _CONFIG)
     if existing is not None:

@@ -53,9 +53,7 @@ class RoutedResult:
     @property
     def mean_kept(self) -> float:
         """Mean kept share over the modules that decide; 1 for a dense model."""
-        if not self.kept:
-            return 1.0
-        return sum(self.kept.values()) / len(self.kept)
+        return mean_share(self.kept)
 
     @property
     def told_kept(self) -> str:
@@ -63,6 +61,13 @@ class RoutedResult:
         if not self.kept:
             return ""
         return f", kept {self.mean_kept:.3f}"
+
+
+def mean_share(kept: Mapping[str, float]) -> float:
+    """Return the mean kept share over the modules that decide; 1 for a dense model."""
+    if not kept:
+        return 1.0
+    return sum(kept.values()) / len(kept)
 
 
 class Evaluated(NamedTuple):

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from mmod.analysis import Trace
 from mmod.methods.base import deciding_together, methods_of
 from mmod.methods.route import every_token
-from mmod.training.engine.evaluate import KEPT, Columns, RoutedResult, decisions_of, kept_means, kept_rows
+from mmod.training.engine.evaluate import (
+    KEPT,
+    Columns,
+    RoutedResult,
+    decisions_of,
+    kept_means,
+    kept_rows,
+    mean_share,
+)
 from mmod.training.engine.task import autocast
 from mmod.training.text.task import logits_of
 from mmod.values import check_value
@@ -66,7 +74,7 @@ class EvalResult(RoutedResult):
         lines = [f"{self.loss:.4f} nats ({bits:.4f} bits) a byte{self.told_kept}"]
         if self.agreement and self.causal_loss is not None:
             gap = self.causal_loss - self.loss
-            kept = sum(self.causal_kept.values()) / len(self.causal_kept)
+            kept = mean_share(self.causal_kept)
             lines[0] += " by top-k"
             lines.append(f"token by token {self.causal_loss:.4f} nats ({gap:+.4f}), kept {kept:.3f}")
             parts = " ".join(f"{share:.3f}" for share in self.agreement_by_position)
