@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -32,7 +31,7 @@ class Saving:
 
     package: str
     keys: tuple[str, ...]
-    describe: Callable[[nn.Module, str | Mapping[str, Any] | None], dict[str, Any]]
+    describe: Callable[[nn.Module, str | Mapping[str, object] | None], dict[str, object]]
     check: Callable[[Arguments], None]
     build: Callable[[Arguments], nn.Module]
 

@@ -17,7 +17,7 @@ from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.threads import PerThread
 
-ModuleRunner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+ModuleRunner = Callable[[Callable[..., object], tuple[object, ...], Mapping[str, object]], object]
 """Runs a module of the running block otherwise than its host does, from the host's forward and a call's arguments."""
 
 

@@ -7,7 +7,7 @@ Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmod.blocks.branches import running
-from mmod.blocks.call import BlockCall
+from mmod.blocks.call import Arguments, BlockCall
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.rows import (
     Execution,
@@ -33,7 +33,7 @@ from mmod.ops import lerp_rows
 from mmod.routing import Routing
 
 # From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
-AttendsToAll = Callable[[Callable[..., Any], Mapping[str, Any], Tensor, Tensor], Any]
+AttendsToAll = Callable[[Callable[..., object], Arguments, Tensor, Tensor], Any]
 
 
 def choose_execution(call: BlockCall, config: RoutingConfig) -> Execution:
@@ -89,14 +89,14 @@ def in_order(x_BND: Tensor, routing: Routing) -> bool:
 class CachedTokens(KeptTokens):
     """The block has a cache: kept tokens also attend to those in it, and it is told what its next update receives."""
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Arguments, routing: Routing) -> Rows:
         """Return all tokens where they are if each sample has one, else as without a cache."""
         alone = getattr(routing.tokens, "alone", False) or (x.shape[1] == 1 and in_order(x, routing))
         if alone and not self.packs(block, arguments, routing):
             return RowsInPlace(x, routing, self.weighs)
         return super().make_rows(block, x, arguments, routing)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Arguments, rows: Rows) -> Tensor:
         """Return the rows after the host's block."""
         if rows.packing is not None:
             return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
@@ -119,13 +119,13 @@ class CachedTokens(KeptTokens):
 class AmongAll(Execution):
     """The block runs on the kept tokens, which attend to all tokens; a cache receives all."""
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Arguments, routing: Routing) -> Rows:
         """Return all tokens where they are if a block with a cache keeps them all, else the kept ones."""
         if self.call.caches and in_order(x, routing):
             return RowsInPlace(x, routing, self.weighs)
         return super().make_rows(block, x, arguments, routing)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Arguments, rows: Rows) -> Tensor:
         """Return the kept tokens after the host's block."""
         call = self.call
         routing = rows.routing
@@ -144,11 +144,11 @@ class MlpOfKept(Execution):
 
     between_halves = True
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Arguments, routing: Routing) -> Rows:
         """Return the means of merged tokens."""
         return Rows(x, routing)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Arguments, rows: Rows) -> Tensor:
         """Return the rows after the host's MLP."""
         halves = self.call.halves
         assert halves is not None
@@ -166,11 +166,11 @@ class OneBranch(Execution):
         self.operator = str(config.operator)
         self.among_all = config.context == "all"
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Arguments, routing: Routing) -> Rows:
         """Return all tokens."""
         return AllTokens(x, routing)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Arguments, rows: Rows) -> Tensor:
         """Return all tokens after the host's block."""
         call = self.call
         routing = rows.routing
@@ -198,7 +198,7 @@ class OneBranch(Execution):
         attend_to_all: AttendsToAll | None,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        kwargs: Arguments,
     ) -> object:
         """Run the branch on the kept tokens; return the gated update of all tokens (B, N, D), zero at the others.
 

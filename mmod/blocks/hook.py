@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from mmod.values import check_module
 
 Before = Callable[[nn.Module, Arguments], Arguments | None]
 """Gets a module and the arguments of its forward by name; returns changed ones, or None."""
-After = Callable[[nn.Module, Arguments, Any], None]
+After = Callable[[nn.Module, Arguments, object], None]
 """Gets a module, the arguments of its forward by name, and the output; None of a call that failed."""
 
 

@@ -34,7 +34,7 @@ class ImportanceState(BlockState):
 
     routers: Sequence[Router] = ()
     importance: str
-    noted: PerThread[list[Any]] | None = None
+    noted: PerThread[list[object]] | None = None
 
     @property
     def wanted(self) -> bool:

@@ -17,7 +17,7 @@ from mmod.blocks.hook import ModelHook, runs_code_of
 from mmod.blocks.record import Deciding, PassLoss, Record
 from mmod.threads import PerThread
 
-HostMethod = Callable[..., Any]
+HostMethod = Callable[..., object]
 
 
 @dataclass(eq=False)

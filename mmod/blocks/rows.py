@@ -6,16 +6,16 @@ Axes: B images, N tokens, K slots per image, T packed rows, D channels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from mmod.blocks.branches import GATED, Inner, running, weigh_branch
-from mmod.blocks.call import BlockCall
+from mmod.blocks.call import Arguments, BlockCall
 from mmod.blocks.conversion import Mixin
 from mmod.blocks.converted import ConvertedBlock
 from mmod.config import RoutingConfig
@@ -140,7 +140,7 @@ class Rows:
         filled: The filled ones of padded rows of groups, and their attention, once a block has run on them alone.
     """
 
-    selected: tuple[type, Mapping[str, Any]] | None = None
+    selected: tuple[type, Arguments] | None = None
     packing: Packing | None = None
     filled: tuple[Packing, AttentionIntercept] | None = None
     # The rows numbered over the batch, if they are single tokens and torch copies whole rows.
@@ -307,7 +307,7 @@ class Execution(ABC):
         self.scores_norm = config.language.scored == "norm"
         self.weighs = config.language.gate_on == "update"
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Arguments, routing: Routing) -> Rows:
         """Return the rows that the block runs on: by default the kept tokens."""
         norm = None
         if backend.forced or not x.is_cpu:
@@ -315,7 +315,7 @@ class Execution(ABC):
         return Rows(x, routing, norm, self.weighs)
 
     @abstractmethod
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Arguments, rows: Rows) -> Tensor:
         """Return the rows after the block, from those of the decision; `host` is the host's forward."""
 
     def first_norm(self, block: ConvertedBlock) -> nn.Module | None:
@@ -335,7 +335,7 @@ class Execution(ABC):
 class KeptTokens(Execution):
     """The block runs on the kept tokens, which attend to each other."""
 
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, object], routing: Routing) -> Rows:
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Arguments, routing: Routing) -> Rows:
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         if routing.kept.valid_BK is not None and self.packs(block, arguments, routing):
             return PackedRows(x, routing, self.weighs)
@@ -345,7 +345,7 @@ class KeptTokens(Execution):
             norm = self.first_norm(block)
         return Rows(x, routing, norm, self.weighs)
 
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Arguments, rows: Rows) -> Tensor:
         """Return the rows after the host's block."""
         if rows.packing is not None:
             return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
@@ -363,14 +363,14 @@ class KeptTokens(Execution):
             arguments = self._narrowed(block, arguments, rows)
         return host(z, **arguments)
 
-    def packs(self, block: ConvertedBlock, arguments: Mapping[str, object], routing: Routing) -> bool:
+    def packs(self, block: ConvertedBlock, arguments: Arguments, routing: Routing) -> bool:
         """Return whether all images run as one sequence, because they keep different numbers of tokens."""
         kept = routing.kept
         # Without the total, packing would wait for the device to know its shapes. Rows of groups are packed inside.
         differ = kept.valid_BK is not None and bool(kept.total) and not self.joins
         return differ and self.call.can_pack(block, arguments)
 
-    def _run_filled(self, host: Host, z: Tensor, arguments: Mapping[str, object], rows: Rows) -> Tensor:
+    def _run_filled(self, host: Host, z: Tensor, arguments: Arguments, rows: Rows) -> Tensor:
         """Return rows of groups (B, K, D) after the host's block, which gets no empty ones, in one sequence."""
         packing, attention = rows.fill()
         slot_T = packing.slot_T
@@ -382,7 +382,7 @@ class KeptTokens(Execution):
         empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
         return empty_SD.index_copy(0, slot_T, y.squeeze(0)).view_as(z)
 
-    def _narrowed(self, block: ConvertedBlock, arguments: Mapping[str, object], rows: Rows) -> Mapping[str, Any]:
+    def _narrowed(self, block: ConvertedBlock, arguments: Arguments, rows: Rows) -> Arguments:
         """Return the block's arguments for the rows."""
         call = self.call
         routing = rows.routing
@@ -394,7 +394,7 @@ class KeptTokens(Execution):
         return rows.selected[1]
 
     def run_packed(
-        self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, object], rows: PackedRows
+        self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Arguments, rows: PackedRows
     ) -> Tensor:
         """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
         assert rows.packing is not None
