@@ -137,11 +137,11 @@ class _Outcome(NamedTuple):
     """FLOPs of an operation, and the layout of its result: None if it is a view or in place, and must stay so."""
 
     flops: int
-    layout: Any
+    layout: object
 
 
 # By operation and layouts of its arguments: most kernels of the meta device are slow Python, and blocks repeat them.
-_OUTCOMES: dict[Any, _Outcome] = {}
+_OUTCOMES: dict[object, _Outcome] = {}
 # Some 20 MB, many passes of a large model.
 _MOST_OUTCOMES = 10_000
 

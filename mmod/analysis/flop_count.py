@@ -34,7 +34,7 @@ from mmod.blocks.hook import ModelHook
 from mmod.methods.base import methods_inside, restore_
 from mmod.values import brief, check_module, check_value
 
-Size = int | tuple[int, int] | tuple[int, int, int] | Mapping[str, Any]
+Size = int | tuple[int, int] | tuple[int, int, int] | Mapping[str, object]
 # What `kept` of `flops` may be.
 Shares = float | Mapping[str, float] | Trace | None
 

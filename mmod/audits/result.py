@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -111,7 +111,7 @@ class Audit:
     baselines: list[Stratum] = dataclasses.field(default_factory=list)
     influence: Influence | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return everything as plain JSON values."""
         return dataclasses.asdict(self, dict_factory=published)
 

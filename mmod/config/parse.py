@@ -33,7 +33,7 @@ from mmod.values import describe, one_of
 
 Config = TypeVar("Config")
 ConfigClasses = type[Config] | Mapping[str, type[Config]]
-Check = Callable[[type[Config], Mapping[str, Any]], None]
+Check = Callable[[type[Config], Mapping[str, object]], None]
 """Raises for what is wrong in the plain fields of a config of some class, before one is made of them."""
 _PRINT = "--print_config"
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -189,7 +188,7 @@ class _Lengths:
         return batch
 
 
-Measure = Callable[[Iterable[Any], Mapping[str, RoutingConfig]], Table]
+Measure = Callable[[Iterable[object], Mapping[str, RoutingConfig]], Table]
 """Compares plans by name on batches, see `divergences`."""
 
 
@@ -362,7 +361,12 @@ def dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
 
 
 def check_reachable(
-    model: nn.Module, image: Tensor, budget: float, part: str, options: Sequence[Option] | None, router: Any
+    model: nn.Module,
+    image: Tensor,
+    budget: float,
+    part: str,
+    options: Sequence[Option] | None,
+    router: str | Score | Mapping[str, object],
 ) -> None:
     """Raise a ValueError if no plan of an image model has a share of its FLOPs, as `search_plan` would; see there.
 

@@ -119,7 +119,7 @@ class ReadPrompts(NamedTuple):
     """
 
     model: nn.Module
-    batches: Iterable[Any]
+    batches: Iterable[object]
     is_right: IsRight
     at_size: AtSize
     pixel_limits: Mapping[str, int] | None

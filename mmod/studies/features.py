@@ -29,6 +29,7 @@ from mmod.studies.kind_configs import FeaturesStudyConfig
 from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of
 from mmod.studies.report import listed
 from mmod.studies.runs import Run
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import mean_share
 from mmod.training.engine.kind import Kind, load
 from mmod.training.image.config import TrainConfig
@@ -301,7 +302,7 @@ def features_store(folder: Path) -> Store:
 _opened = functools.lru_cache(maxsize=1)(Store)
 
 
-def identity_of_features(feature: str, run_config: Any, split: str) -> dict[str, object]:
+def identity_of_features(feature: str, run_config: RunConfig, split: str) -> dict[str, object]:
     """Return what stands for the features of a split by the model that a run starts from."""
     known = identity_of(run_config)
     names = ("model", "routing", "methods", "precision")

@@ -52,7 +52,8 @@ class Measurer:
 
     measure: Measure
     store: Store  # Keeps evaluations without training.
-    plans: dict[Path, dict[float, dict[str, Any]]] = field(default_factory=dict)  # By folder of the search and budget.
+    # By folder of the search and budget.
+    plans: dict[Path, dict[float, dict[str, object]]] = field(default_factory=dict)
     # By their config. In the end all are timed in turns: they are kept until a model is trained.
     models: dict[str, nn.Module] = field(default_factory=dict)
 

@@ -34,7 +34,7 @@ class Question:
 
     evaluation: Mapping[str, object]
     seeds: int
-    models: Mapping[str, Mapping[str, Any]]
+    models: Mapping[str, Mapping[str, object]]
     # Keys of runs that change no figure, such as the device.
     free_keys: Collection[str] = ()
 

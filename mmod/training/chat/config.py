@@ -36,7 +36,7 @@ _ASKING = ("eval_strategy", "eval_on_start", "load_best_model_at_end")
 # Arguments of the trainer that do not affect the result.
 _FREE = ("logging_steps", "save_steps", "save_total_limit", "report_to", "disable_tqdm", "dataloader_num_workers")
 # Numbers that the trainer and peft do not check: type and range by option.
-_LIMITS: dict[str, dict[str, tuple[Any, str | None]]] = {
+_LIMITS: dict[str, dict[str, tuple[object, str | None]]] = {
     "trainer": {
         **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"), (float, "[0, inf)")),
         **dict.fromkeys(("num_train_epochs", "adam_epsilon"), (float, "(0, inf)")),
