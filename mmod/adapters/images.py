@@ -149,8 +149,7 @@ def image_output(model: nn.Module, images: Tensor, part: str = "image") -> Tenso
         torch.Size([2, 5])
     """
     # A model that reads images and text has a function for images alone.
-    host = model
-    read = getattr(host, "get_image_features", host)
+    read = getattr(model, "get_image_features", model)
     return tensor_of(model, read(images), part)
 
 

@@ -521,10 +521,9 @@ def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size
     is_shape = isinstance(size, (tuple, list)) and len(size) == 3
     if not is_shape or not all(isinstance(side, int) and side > 0 for side in size):
         # A batch of images, in place of the size of one.
-        given = input_size
         hint = ""
-        if isinstance(given, Tensor) and given.ndim == 4:
-            hint = f": pass {tuple(given.shape[1:])}"
+        if isinstance(input_size, Tensor) and input_size.ndim == 4:
+            hint = f": pass {tuple(input_size.shape[1:])}"
         raise ValueError(
             "input_size must be (channels, height, width), (height, width), one number or arguments by name, got "
             f"{brief(input_size)}{hint}"

@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         start = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
             raise ComposerError(None, None, "aliases (*name) are not supported: write the value out", start)
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
-    def compose_mapping_node(self, anchor: Any) -> Any:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:

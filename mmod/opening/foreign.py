@@ -58,7 +58,7 @@ def select_weights(content: Mapping[Any, Any]) -> tuple[dict[Any, Any], str]:
     return state, choice
 
 
-def clean_names(state: Mapping[Any, Any]) -> dict[Any, Any]:
+def clean_names(state: Mapping[Any, object]) -> dict[Any, Any]:
     """Return a state dict without the names that wrappers of the model add: DDP, torch.compile, FSDP, EMA.
 
     Example:

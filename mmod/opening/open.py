@@ -164,17 +164,15 @@ def _module(model: nn.Module) -> Opened:
     sentence = f"a {type(model).__name__}"
     if library:
         sentence += f" of {library}"
-    # Typed as Any: what follows reads attributes of host libraries.
-    inner = model
-    source = getattr(inner, "name_or_path", "")
+    source = getattr(model, "name_or_path", "")
     if library == "timm":
         from mmod.opening import timm
 
-        return Opened(model, sentence, partial(timm.preprocessing_of, inner), timm.published_classes(model))
+        return Opened(model, sentence, partial(timm.preprocessing_of, model), timm.published_classes(model))
     if library == "open_clip":
         from mmod.opening import open_clip
 
-        return Opened(model, sentence, partial(open_clip.preprocessing_of, inner, "of open_clip"))
+        return Opened(model, sentence, partial(open_clip.preprocessing_of, model, "of open_clip"))
     if library == "transformers" and is_of_transformers(source):
         return Opened(model, sentence, lambda: open_model(source).preprocessing)
     return Opened(model, sentence)
