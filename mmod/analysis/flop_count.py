@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from mmod.blocks.hook import ModelHook
 from mmod.methods.base import methods_inside, restore_
 from mmod.values import brief, check_module, check_value
 
+Counts = TypeVar("Counts")
 Size = int | tuple[int, int] | tuple[int, int, int] | Mapping[str, object]
 # What `kept` of `flops` may be.
 Shares = float | Mapping[str, float] | Trace | None
@@ -122,7 +123,7 @@ class _Dense:
             self.model = _dense(routed)
         return self.model
 
-    def counted(self, count: Callable[[], object]) -> Any:
+    def counted(self, count: Callable[[], Counts]) -> Counts:
         if self.counts is None:
             self.counts = count()
         return self.counts

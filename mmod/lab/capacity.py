@@ -124,7 +124,7 @@ class LearnedCapacity(nn.Module):
             self._solved = offsets, self._solve(self.rate * np.array(offsets))
         return self._solved[1]
 
-    def _solve(self, offset_L: np.ndarray[Any, Any]) -> float:
+    def _solve(self, offset_L: np.ndarray) -> float:
         """Solve for the level by bisection."""
         table = self.costs_LG.double().cpu().numpy()
         grid = np.linspace(0, 1, table.shape[1])
