@@ -384,7 +384,7 @@ class NamedArguments(CallForm, BlockCall):
         # Last, because a bias turns a mask of truth values into numbers.
         return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
 
-    def narrow_images(self, arguments: Arguments, image_S: Tensor, images: int) -> dict[str, Any]:
+    def narrow_images(self, arguments: Arguments, image_S: Tensor, images: int) -> dict[str, object]:
         """Return the arguments for some of the images; what is the same for all is unchanged."""
 
         def select(name: str, leaf: object) -> object:
