@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.adapters.transformers.cache_base import cache_of, with_cache
+from mmod.adapters.transformers.cache_base import with_cache
 from mmod.blocks import Arguments
 from mmod.ops import Projection, project_part
 from mmod.ops.context import Captured
@@ -42,30 +42,6 @@ class KeepingCache:
         if self.ends:
             raise Captured
         return self.kept
-
-
-def keys_of_all(
-    layer: nn.Module,
-    projections: Sequence[Projection],
-    forward: Callable[..., object],
-    arguments: Arguments,
-    mask: Tensor | None,
-    x_BND: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the keys and values (B, H, L, E) of all tokens, without what the host's forward computes behind them.
-
-    Args:
-        mask: It is not read, but without one hosts use another layout of keys.
-
-    Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
-    """
-    capture = KeepingCache(cache_of(arguments), ends=True)
-    try:
-        with project_part(projections, queries=False):
-            forward(x_BND, **with_cache({**arguments, "attention_mask": mask}, capture))
-    except Captured:
-        pass
-    return checked_keys(capture.kept, layer)
 
 
 def attend_to_captured(

@@ -18,16 +18,16 @@ from transformers.utils.output_capturing import _active_collector
 from mmod.adapters.base import by_name
 from mmod.adapters.masks import narrow_batch, pack_batch
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
-from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of
+from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of, with_cache
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
-from mmod.adapters.transformers.context import attend_to_captured, keys_of_all
+from mmod.adapters.transformers.context import KeepingCache, attend_to_captured, checked_keys
 from mmod.adapters.transformers.families import branch_ends
 from mmod.adapters.transformers.masks import mask_of_kept
 from mmod.adapters.transformers.structure import sees_both_ways
 from mmod.blocks import map_rows
 from mmod.blocks.call import Arguments, BlockCall
-from mmod.ops import Packing
-from mmod.ops.context import ProjectionName, known_projections
+from mmod.ops import Packing, project_part
+from mmod.ops.context import Captured, ProjectionName, known_projections
 from mmod.routing import Routing, TokenGroups, TokenMasks
 
 # Operators whose branch returns a tuple; as a constant, because an annotation in the class would make it a field.
@@ -132,7 +132,10 @@ class DecoderLayerCall(BlockCall):
         z_BKD: Tensor,
         routing: Routing,
     ) -> Any:
-        """Return the host forward's output for kept tokens that attend to all tokens."""
+        """Return the host forward's output for kept tokens that attend to all tokens.
+
+        Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
+        """
         if self.is_flash:
             raise ValueError(
                 "attention to tokens that do not run needs a mask: load the model with attn_implementation='sdpa'"
@@ -141,8 +144,16 @@ class DecoderLayerCall(BlockCall):
         narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
         # All tokens have keys, though only the kept ones have queries.
         self.begin_update(arguments, x_BND, routing, all_tokens=True)
-        kept = keys_of_all(block, projections, forward, arguments, narrowed["attention_mask"], x_BND)
-        return attend_to_captured(projections, forward, narrowed, z_BKD, kept)
+        capture = KeepingCache(cache_of(arguments), ends=True)
+        # It is not read, but without a mask hosts use another layout of keys.
+        masked = {**arguments, "attention_mask": narrowed["attention_mask"]}
+        try:
+            with project_part(projections, queries=False):
+                forward(x_BND, **with_cache(masked, capture))
+        # Keys and values have reached the cache.
+        except Captured:
+            pass
+        return attend_to_captured(projections, forward, narrowed, z_BKD, checked_keys(capture.kept, block))
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream."""
