@@ -14,9 +14,6 @@ from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
 from mmod.planning.candidate import shown_code
 from mmod.planning.choice import (
-    BY_INTERVALS,
-    BY_NAME,
-    NAMED,
     NOISE,
     ON_FRONT,
     AdviceRow,
@@ -31,16 +28,10 @@ from mmod.planning.verdict import Verdict, beside_controls, guessing, verdict_of
 # Milliseconds of a dense pass, from `python -m scripts.gradual_size`.
 _BREAKS_EVEN = 12
 _PAYS = 25
-_GRADUAL_PAYS = (
-    "No `gradual` saves time here: decisions take longer than what they save. As a rule of thumb, of one idle CPU "
-    f"thread, it breaks even where a dense pass takes {_BREAKS_EVEN} ms, and pays from {_PAYS} ms; this one took "
-    "{ms:.1f} ms{busy}."
-)
 # By how much larger a batch is that may pay.
 _LARGER = 4
 # A table of more rows leaves out on a screen what is slower than the dense model.
 _LONG = 10
-_SPEED_DECIMALS = 2
 # A budget below this share of the least that was tried is worth another call.
 _CLEARLY_SMALLER = 0.9
 # Below this share of equal answers, a recipe of the same accuracy is another model to its user.
@@ -63,13 +54,14 @@ class Advice:
         milliseconds: Time of a batch of `batch_size` images or prompts in the dense model.
         tolerance: Accuracy, agreement or cosine that may be lost; 0.02 are 2 points.
         redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
-        note: Further facts about the data.
+        remarks: What was done with the samples and the candidates, a sentence or two each.
         cache: Bytes of the dense model's KV cache of a prompt of mean length; None for image models.
         title: Title of the page, which names the model.
         faster: The speed-up that is wanted; None advises the fastest candidate within the tolerance.
         caution: What makes the times uncertain, in a sentence.
         opening: The line of Python that opens the model; empty where only the user knows it.
         classes: Number of classes that the model chooses from; None without labels, and for prompts.
+        note: What the page begins with, of the model and the samples.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -81,13 +73,14 @@ class Advice:
     images: int
     tolerance: float
     redundancy: RedundancyReport | None = None
-    note: str = ""
+    remarks: Sequence[str] = ()
     cache: int | None = None
     title: str = "Advice"
     faster: float | None = None
     caution: str = ""
     opening: str = ""
     classes: int | None = None
+    note: str = ""
 
     @property
     def metric(self) -> str:
@@ -189,14 +182,14 @@ class Advice:
         slow = []
         for row in self.rows:
             # As the table shows them.
-            shown = [round(speedup.median, _SPEED_DECIMALS) for speedup in (row.speedup, *row.speedups.values())]
+            shown = [speedup.shown.median for speedup in (row.speedup, *row.speedups.values())]
             if max(shown) < 1 and row.name not in named:
                 slow.append(row)
         # Without a faster row, they are the table.
         return slow if len(self.rows) > _LONG and len(slow) < len(self.rows) else []
 
     def _table_of(self, shown: Sequence[AdviceRow]) -> MarkdownTable:
-        speed_form = f"[.{_SPEED_DECIMALS}f"
+        speed_form = "[.2f"
         score_form = ".1f" if self.measure == AGREEMENT else f".{COSINES}f"
         # All candidates are timed in the same passes.
         further = self.rows[0].speedups if self.rows else {}
@@ -214,7 +207,7 @@ class Advice:
 
     def _cells(self, row: AdviceRow) -> dict[str, object]:
         """Return the values of a row of the table, accuracies in percent."""
-        star = "*" if row.on_front else " "
+        star = "*" if row.on_front and not self._guessing else " "
         recipe = f"{star} {row.label} {self.recommendations[0].mark(row)}"
         cells: dict[str, object] = {**vars(row), "recipe": recipe.rstrip()}
         for name, speedup in row.speedups.items():
@@ -237,13 +230,13 @@ class Advice:
         return self._report(self._table_of([row for row in self.rows if row not in slow]), told)
 
     def _report(self, table: MarkdownTable, left_out: str = "") -> str:
-        """Return a table with all that is said of it."""
+        """Return what to do, and all that it follows from."""
         verdict = self.verdict
         rows = {row.name: row for row in self.rows}
         lines = {rows[name].label: (rows[name].code, rows[name].config) for name in verdict.named}
         code = shown_code(lines, self.opening)
         facts = "\n".join(f"- {fact}" for fact in self.facts)
-        return "\n\n".join(filter(None, [str(table), left_out, self.caution, str(verdict), facts, *code]))
+        return "\n\n".join(filter(None, [str(verdict), self.caution, str(table), left_out, facts, *code]))
 
     @property
     def facts(self) -> list[str]:
@@ -257,57 +250,48 @@ class Advice:
             dense += f", with a KV cache of {self.cache / 2**20:.3g} MiB on average"
         if self.accuracy is not None:
             dense += f", and has {100 * self.accuracy:.1f} % {self.metric}"
-        unit = "in %, " if self.measure == AGREEMENT else ""
-        columns = ["Speed-up: median and quartiles over rounds."]
-        measured = f"with the dense model, {unit}with a 95 % interval over {self.samples}"
-        if {row.score.has_interval for row in self.rows} == {False, True}:
-            measured += f"; of fewer than {FEWEST}, only where they are all alike"
-        columns.append(f"{self._measure_name.capitalize()}: {measured}.")
-        if any(row.flops is not None for row in self.rows):
-            what = "those of an image" if self.samples == "images" else "a prefill without the vision tower"
-            columns.append(f"{self._flops_of}: {what}, as a share of the dense model's.")
-        if self.accuracy is not None:
-            columns.append(f"{self.metric.capitalize()} to dense: the difference in points, which decides.")
+        measured = []
         first = min([row.images for row in self.rows], default=self.images)
         if first < self.images:
-            columns.append(
-                f"{self.samples.capitalize()}: {first} where another row or the dense model is at least as fast, "
-                f"and better on these by more than chance; all others ran on {self.images}."
+            measured.append(
+                f"{first} {self.samples}: clearly beaten there by what is as fast; all others ran on {self.images}."
             )
         if self.samples == "prompts" and self.accuracy is None:
-            columns.append("The prompts have no answers, so that next tokens decide.")
-        elif self.samples == "prompts":
-            columns.append("Answers are generated greedily; one is right as a whole or not.")
-        gradual = [row.speedup.median for row in self.rows if row.name.startswith("gradual")]
-        too_small = []
-        if gradual and max(gradual) < NOISE:
-            busy = ", on a machine that was not idle" if self.caution else ""
-            too_small = [f"{_GRADUAL_PAYS.format(ms=self.milliseconds, busy=busy)}{self._in_larger_batches}"]
-        redundancy = []
+            measured.append("The prompts have no answers, so that next tokens decide.")
+        redundancy = ""
         if self.redundancy is not None:
-            redundancy = [f"The images: {self.redundancy}."]
-        front = []
-        if any(row.on_front for row in self.rows):
-            front = [f"Rows with * {ON_FRONT}"]
-            if self.recommendations[0].used is not None:
-                front.append(BY_INTERVALS)
-        marks = {self.recommendations[0].mark(row) for row in self.rows}
-        named = [BY_NAME] if NAMED in marks else []
+            redundancy = f"The images: {self.redundancy}."
         return [
+            # Which labels decide, and what was left undone, is asked right behind the verdict.
+            *self.remarks,
             f"{dense}.",
-            # How many samples were read, and which option reads more, is asked right behind the verdict.
-            *filter(None, [self.note]),
             *filter(None, [self._unlike_dense]),
-            *front,
-            *named,
-            *columns,
-            *filter(None, [self._of_missing]),
-            *too_small,
-            *filter(None, [self._losing_little or ("" if too_small else self._to_be_faster)]),
-            *filter(None, [self._beside_controls]),
-            *redundancy,
+            self._marks,
+            *measured,
+            *filter(None, [self._too_small, self._losing_little or self._to_be_faster]),
+            *filter(None, [self._beside_controls, redundancy]),
             *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
         ]
+
+    @property
+    def _marks(self) -> str:
+        """What stars and brackets of the tables mean."""
+        brackets = f"In brackets: quartiles of speeds, and 95 % intervals over {self.samples}."
+        if self._guessing or not any(row.on_front for row in self.rows):
+            return brackets
+        return f"`*`: {ON_FRONT} {brackets}"
+
+    @property
+    def _too_small(self) -> str:
+        """Say that `gradual` saves no time in passes that are too short for it."""
+        speeds = [row.speedup.shown.median for row in self.rows if row.name.startswith("gradual")]
+        # Of a longer pass, the rule of thumb does not say why.
+        if not speeds or max(speeds) >= NOISE or self.milliseconds >= _PAYS:
+            return ""
+        return (
+            f"No `gradual` saves time in passes of {self.milliseconds:.1f} ms: by a rule of thumb for an idle CPU "
+            f"thread, it pays from {_PAYS} ms.{self._in_larger_batches}"
+        )
 
     @property
     def _unlike_dense(self) -> str:
@@ -323,13 +307,6 @@ class Advice:
         return f"Fewer than {percent} of the answers equal the dense model's with {', '.join(low)}."
 
     @property
-    def _of_missing(self) -> str:
-        """The condition of the numbers of further prompts that would tell; empty where there are none."""
-        if self.samples != "prompts" or "more prompts would tell" not in str(self.verdict):
-            return ""
-        return "How many more prompts would tell: if they lose as much as those measured."
-
-    @property
     def _in_larger_batches(self) -> str:
         """Where no recipe is to be used and `gradual` saves no time, say how to ask about batches in which it may."""
         if self._guessing or self.recommendations[0].used is not None or _LARGER * self.milliseconds < _BREAKS_EVEN:
@@ -340,6 +317,8 @@ class Advice:
     @property
     def _to_be_faster(self) -> str:
         """What may reach a speed that nothing tried does; empty where everything is reached, or no more is known."""
+        if self._too_small:
+            return ""
         if self.faster is not None:
             if self.best or self._guessing:
                 return ""
@@ -380,12 +359,13 @@ class Advice:
 
     @property
     def _beside_controls(self) -> str:
-        in_points = {row.label: row.to_control and 100 * row.to_control for row in self.rows}
-        agreements = {row.label: row.agreement_to_control for row in self.rows}
+        named = [row for row in self.rows if row.name in self.verdict.named]
+        in_points = {row.label: row.to_control and 100 * row.to_control for row in named}
+        agreements = {row.label: row.agreement_to_control for row in named}
         told = beside_controls(in_points, self.tolerance, agreements)
-        named = self.recommendations[0].named
-        if named is not None and named.is_routed and named.control is None:
-            told += f" Not compared with random tokens here: {named.label}."
+        without = [row.label for row in named if row.is_routed and row.control is None and not row.at_random]
+        if without:
+            told += f" Not compared with random tokens here: {', '.join(without)}."
         return told.strip()
 
     _repr_markdown_ = __str__  # Notebooks show it.
@@ -401,11 +381,12 @@ class Advice:
         for name in WRITTEN:
             check_free(folder / name, overwrite)
         make_folder(folder)
+        heading = "\n\n".join(filter(None, [f"# {self.title}", self.note]))
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}
         write_json(folder / "advice.json", values)
         write_atomically(
             folder / "advice.md",
-            f"# {self.title}\n\n{self._report(self.table())}\n\n![{self.metric} over speed-up](advice.png)\n",
+            f"{heading}\n\n{self._report(self.table())}\n\n![{self.metric} over speed-up](advice.png)\n",
         )
         self.plot(folder / "advice.png", overwrite)
 

@@ -33,14 +33,8 @@ USE = "<- use"
 """What marks the row of a table that a sentence says to use."""
 NAMED = "<- named"
 """What marks the row that a sentence on a wanted speed names where it says to use none."""
-BY_NAME = f"`{NAMED}` is the recipe that the first sentence names without advising it."
-"""What that mark means."""
-ON_FRONT = (
-    "are on the Pareto front by their means: no other is faster and loses less. What is slower than dense has no star."
-)
-"""What a star in a table means."""
-BY_INTERVALS = f"`{USE}` follows from whole intervals, not means: it may have no star."
-"""Beside the sentence on the front: a model with a better mean may be one that was lucky."""
+ON_FRONT = "no other is faster and loses less, by the means."
+"""What a star in a table means; what is used goes by intervals, as one of many is better by luck."""
 SEEDS = "seeds"
 """What intervals are over where models were trained several times."""
 # Speeds for which a model is named, as multiples of the dense model's.
@@ -70,7 +64,7 @@ class AdviceRow:
         images: Number of images, or of seeds; few for candidates that were far from the front.
         code: The line of Python that applies it, empty for smaller images of prompts; `config` the key of a training
             config that does, empty for a class of model that configs cannot name.
-        on_front: No other row that may be advised is faster and loses less.
+        on_front: It is faster than the dense model, and no other row that may be advised is faster and loses less.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
         series: Name that it shares with the same model at other budgets; empty for none.
         speedups: Speed-ups of further passes: of images in "batch 1", or on the "mix" of prompts of different lengths,

@@ -13,6 +13,7 @@ import numpy as np
 from mmod.analysis.statistics import pareto_front, unbeaten
 from mmod.analysis.table import DENSE, Look, Table, evaluated, gap
 from mmod.analysis.timing import Times, relative_times
+from mmod.planning.choice import NOISE
 
 BATCH = "batch"
 """Name of the timed pass that decides."""
@@ -101,7 +102,8 @@ def _lead(table: Table, figure: str, name: str) -> float:
 def shown_front(speedups: Mapping[str, float], scores: Mapping[str, float], decimals: int = SHARES) -> list[str]:
     """Return the names on the Pareto front of figures as tables show them: no row that looks beaten is on it.
 
-    What is slower than the dense model, a speed-up below 1, is of no use, whatever it scores.
+    What is hardly faster than the dense model is of no use, whatever it scores.
     """
-    costs = {name: -round(speedup, 2) for name, speedup in speedups.items() if round(speedup, 2) >= 1}
+    shown = {name: round(speedup, 2) for name, speedup in speedups.items()}
+    costs = {name: -speedup for name, speedup in shown.items() if name == DENSE or speedup >= NOISE}
     return pareto_front(costs, {name: round(scores[name], decimals) for name in costs}, tolerance=1.0)

@@ -104,7 +104,8 @@ def advise(
         tolerance: Accuracy, agreement or cosine that may be lost, in [0, 1): 0.02 are 2 points, whatever the dense
             model has. The fastest candidate is advised whose whole 95 % interval is within it.
         faster: A speed-up that is wanted, of an image model: few candidates of about that speed are tried, and the one
-            that reaches it and loses least, by the worse end of its interval, is advised, whatever the tolerance.
+            that reaches it and loses least, by the worse end of its interval, is named; it is advised if it is within
+            the tolerance.
         candidates: What to try. None takes
             - for images those of `mmod tradeoff my-model`, at 0.85, 0.7 or 0.55 of the FLOPs: gradual and late merging,
               A-MoD, random tokens, equal patches left out, smaller images, ToMe and pruning;
@@ -123,7 +124,7 @@ def advise(
         folder: Write `advice.json`, `advice.md`, `advice.png` and `question.json` here, and `store.jsonl`, from which
             an interrupted call resumes. Advice on other samples or with other settings is not replaced. None writes
             nothing. For `models`, call the result's `save` instead.
-        note: A sentence about the data, for the report.
+        note: A sentence about the model and the data, with which `advice.md` begins.
         title: Title of `advice.md`; None names the model.
         opening: The line of Python that opens the model, which the lines of candidates follow.
         run: The run folder of the model, which the report names in a command.
@@ -218,7 +219,7 @@ def advise(
     accuracy = None
     if samples.has_labels:
         accuracy = mean_of(table, CORRECT, DENSE)
-    notes = [untrained, _attending_twice(entrants), _at_random(chosen, depth), _as_they_are(models), note, samples.note]
+    remarks = [samples.note, _attending_twice(entrants), _at_random(chosen, depth), _as_they_are(models), untrained]
     if title is None:
         title = f"Advice for {_name_of(model)}"
     caution = table.caution
@@ -234,13 +235,14 @@ def advise(
         len(samples),
         tolerance,
         samples.redundancy,
-        " ".join(filter(None, notes)),
+        [remark for remark in remarks if remark],
         costs[DENSE].cache,
         title,
         faster,
         caution,
         opening,
         samples.classes,
+        note,
     )
     if folder is not None:
         advice.save(folder, overwrite=True)

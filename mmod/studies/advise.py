@@ -55,15 +55,14 @@ def main(arguments: Sequence[str]) -> None:
         found = open_advised(options.model, options.checkpoint, options.pretrained, options.image_size, options.measure)
         preprocessing = _checked(found.preprocessing, options)
         opened = found._replace(prepare=lambda: preprocessing)
-        how = f"{preprocessing} The model is {opened.sentence}."
-        # Before the model runs: another mean than that of training explains a low accuracy.
-        print(how)
         batch, facts = read_images(options.images, opened, options.number, options.on_corrupt)
-        note = f"{how} {facts}".rstrip()
+        note = "\n\n".join(filter(None, [facts, f"{preprocessing} The model is {opened.sentence}."]))
         model = opened.model
         batches = [batch]
     else:
         model, batches, is_right, at_size, pixel_limits, note = read_prompts(options)
+    # Before the model runs: labels that do not fit, or another mean than that of training, explain a low score.
+    print(note, end="\n\n")
     folder = Path(options.output or _folder_of(options))
     is_folder = Path(options.model).is_dir()
     spec = options.model

@@ -190,7 +190,7 @@ def _a_fifth_first(loader: Any) -> Iterable[object]:
 def read_images(
     folder: str, opened: Opened, number: int, on_corrupt: str
 ) -> tuple[Tensor | tuple[Tensor, Tensor], str]:
-    """Read up to `number` images (N, C, H, W), spread evenly over a folder, and a sentence about them.
+    """Read up to `number` images (N, C, H, W), spread evenly over a folder, and what is said of them.
 
     The images come with labels (N,) where the model knows the folders' names, or else where there are as many folders
     as classes of the model.
@@ -216,8 +216,8 @@ def read_images(
     if report.faults:
         notes.append(f"{len(report.faults)} broken images were skipped.")
     if source.classes is None and classes and known:
-        notes.append(f"Labels are not used: some images are in no class folder, beside {some_names(source.names)}.")
-        return images, " ".join(notes)
+        unused = f"Labels are not used: some images are in no class folder, beside {some_names(source.names)}."
+        return images, " ".join([unused, *notes])
     if classes > 1 and known and source.classes is not None and source.classes.given:
         if not source.classes.is_plain:
             notes.append(f"{source.classes}.")
@@ -226,8 +226,10 @@ def read_images(
         return (images, labels), " ".join(notes)
     if classes > 1 and known:
         others = " of other names" if opened.is_run else ""
-        notes.append(
+        # It decides what is measured.
+        notes.insert(
+            0,
             f"Labels are not used: the images are in {classes} folders ({some_names(source.names)}), and the model has "
-            f"{known} classes{others}."
+            f"{known} classes{others}.",
         )
     return images, " ".join(notes)

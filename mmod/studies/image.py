@@ -34,7 +34,6 @@ from mmod.io.yaml import merged
 from mmod.opening.runs import find_run, is_described
 from mmod.planning.candidate import TOLERANCE, Candidate, opening_line, shown_code
 from mmod.planning.choice import (
-    BY_INTERVALS,
     ON_FRONT,
     SEEDS,
     USE,
@@ -63,12 +62,10 @@ if TYPE_CHECKING:
 _MEASURED = 256
 # What the other command is for, in the words of both.
 _UNTRAINED = (
-    "Nothing was trained here: `--tune true` fine-tunes all models alike first, after which another may lose least. "
-    "`mmod advise MODEL --images FOLDER` compares the same from fewer images."
+    "Nothing was trained here: `--tune true` fine-tunes all models alike first, after which another may lose least."
 )
 _TRAINED = (
-    "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, which "
-    "may be another one."
+    "Models were trained here: without training, as `mmod advise MODEL --images FOLDER` compares them, another may pay."
 )
 # A warning beside it names what may do less harm.
 _HARMED = (
@@ -76,8 +73,8 @@ _HARMED = (
     "`--tune false` compares without training."
 )
 _RESIZED = (
-    "Smaller images are made from the files, before the pass that is timed. Where they are resized in the pass, as by "
-    "advice and `mmod.methods.Resize`, this takes time, and a few pictures may be answered differently."
+    "Smaller images are made from the files, before the pass that is timed; advice and `mmod.methods.Resize` make them "
+    "in the pass, which takes time."
 )
 _KEYS_OF_SIZE = (
     "The keys below make smaller images from the files, as this study did; `Resize` in Python makes them from prepared "
@@ -225,21 +222,20 @@ def tell_of(
         decided = verdict_of(found)
         code = code_of(study, [runs[name].candidate for name in decided.named])
         printed = code_of(study, [runs[name].candidate for name in _printed(found)])[:1]
-        told = told._replace(recommended=decided.named, code=code, printed=printed)
-        parts += decided.parts
+        told = told._replace(verdict=decided.parts, recommended=decided.named, code=code, printed=printed)
     if found and rows:
         batches = batches_of(study.config.latency_batch)
         # Stars and mark are of the same batches, which need not be the largest.
         used = next(one.used for one in found if one.where == batches)
         at_random = {name for name, run in runs.items() if run.candidate.at_random}
         name_of_used = None if used is None else used.name
-        rows = _starred(rows, score, at_random, name_of_used)
+        # Where nothing is advised, no model is better.
+        advised = [] if found[0].invalid else [name for name in names if name not in at_random]
+        rows = _starred(rows, score, advised, name_of_used)
         summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
         told = told._replace(rows=rows, summary=summary)
-        front = f"For {batches}, models with * {ON_FRONT}"
-        if used is not None:
-            front += f" {BY_INTERVALS}"
-        parts.append(front)
+        if not found[0].invalid:
+            parts.append(f"`*`, for {batches}: {ON_FRONT}")
     parts += [*filter(None, [note]), *facts["images"]]
     limits = [_TRAINED if is_repeated else _UNTRAINED]
     if any(run.candidate.image_size is not None for run in runs.values()):
@@ -251,8 +247,6 @@ def tell_of(
         limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
     if guesses and not found:
         limits.append(guesses[0].upper() + guesses[1:])
-    if not comparison.train_dense:
-        limits.append("All models start from one dense model; another may rank them differently.")
     if is_repeated and not has_intervals:
         limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
     parts.append(" ".join(limits))
@@ -410,16 +404,14 @@ def _caption(run_config: TrainConfig, model: nn.Module) -> str:
     return f"{images}; {report}{drawn}."
 
 
-def _starred(rows: Lines, score: str, at_random: Container[str], used: str | None) -> Lines:
+def _starred(rows: Lines, score: str, advised: Container[str], used: str | None) -> Lines:
     """Return rows with a star for each model on the Pareto front of those that may be advised.
 
     Args:
-        at_random: The others, which choose by chance.
         used: The model that the text says to use, which is marked too.
     """
-    advised = [row for row in rows if row["name"] not in at_random]
-    speedups = {row["name"]: row["speedup"] for row in advised}
-    scores = {row["name"]: row[score] for row in advised}
+    speedups = {row["name"]: row["speedup"] for row in rows if row["name"] in advised}
+    scores = {row["name"]: row[score] for row in rows if row["name"] in advised}
     front = shown_front(speedups, scores)
     starred = []
     for row in rows:

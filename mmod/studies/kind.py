@@ -36,7 +36,8 @@ class Told(NamedTuple):
         columns: Columns of the table.
         measure: Title of the score.
         axes: Columns of costs that the score is drawn against, with the titles of their axes.
-        parts: What follows from it: sentences, and tables of what they name.
+        verdict: What to use: sentences, and the table of what they name.
+        parts: What else follows from the table: sentences, and tables of what they name.
         summary: Columns of the table that is printed; None prints all.
         last_rows: Rows below the candidates.
         recommended: Candidates that the text recommends.
@@ -51,6 +52,7 @@ class Told(NamedTuple):
     measure: str
     axes: Mapping[str, str]
     parts: Sequence[str | MarkdownTable]
+    verdict: Sequence[str | MarkdownTable] = ()
     summary: Mapping[str, Column] | None = None
     last_rows: Lines = ()
     recommended: Sequence[str] = ()

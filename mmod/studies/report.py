@@ -167,11 +167,13 @@ def write_study(
     names = list(runs)
     harmed = [] if told.began_by_chance else harm(table, score, names, tolerance)
     caution = table.caution and f"{table.caution} {KEPT_TIMES}"
-    parts = [*harmed, caution, *told.parts, *_cheaper(table, runs)]
-    parts += _of_one_seed(comparison, table, score, names)
-    parts += without_interval(points)
-    parts.append(beside_controls({point.name: point.to_control for point in points}, tolerance))
-    parts = [part for part in parts if part]
+    # What to do is read first, behind what makes it doubtful.
+    first = [part for part in (*harmed, *told.verdict, caution) if part]
+    others = [*told.parts, *_cheaper(table, runs)]
+    others += _of_one_seed(comparison, table, score, names)
+    others += without_interval(points)
+    others.append(beside_controls({point.name: point.to_control for point in points}, tolerance))
+    others = [part for part in others if part]
     speedups = _speedups(study, table)
     lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
     shown = table_of(told.columns, [*lines, *told.last_rows])
@@ -199,13 +201,13 @@ def write_study(
         "tradeoff",
         record,
         [flat(row) for row in told.rows],
-        [shown, *parts, *comparison.notes],
+        [shown, *first, *others, *comparison.notes],
         pictures,
         told.code,
     )
     # The notes were printed before the first run.
-    paragraphs = "\n\n".join(map(str, parts)).split("\n\n")
-    printed = [str(summary), *paragraphs, *told.printed]
+    paragraphs = "\n\n".join(map(str, [*first, summary, *others])).split("\n\n")
+    printed = [*paragraphs, *told.printed]
     return StudyResult(comparison.folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 

@@ -56,7 +56,7 @@ from tests.kit.sets import SETS
 
 
 def text_of(told: Told) -> str:
-    return "\n\n".join(map(str, told.parts))
+    return "\n\n".join(map(str, [*told.verdict, *told.parts]))
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_table_and_pictures_come_with_the_first_pair_and_one_seed_is_paired_by_s
     assert routed.to_dense.has_interval
     assert routed.to_dense.value == pytest.approx(routed.figures[0]["top1"] - dense.figures[0]["top1"])
     assert "One seed: intervals are over samples, not over training runs" in result.table
-    assert "Models were trained here; `mmod advise MODEL --images FOLDER` says" in result.table
+    assert "Models were trained here: without training, as `mmod advise MODEL --images FOLDER`" in result.table
     assert "before tuning" in result.table
 
 
@@ -532,10 +532,7 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     assert printed.startswith("certain in Python:\n")
     assert printed.count("mmod.route_(model") == 1
     assert text_of(told).startswith("Use certain for batches of 16: ")
-    assert (
-        "no other is faster and loses less. What is slower than dense has no star. `<- use` follows from whole "
-        in text_of(told)
-    )
+    assert "`*`, for batches of 16: no other is faster and loses less, by the means." in text_of(told)
     # What may be lost is the user's to say, and no part of what is measured.
     strict = dataclasses.replace(config, tolerance=0.002)
     told = tell(image_study(strict), table, runs, rows, {"images": []})
@@ -600,7 +597,7 @@ def test_a_dense_model_that_guesses_is_said_to() -> None:
     told = told_of(12.5, 64)
     guessed = "the dense model is hardly better than chance (10 %), so that differences to it say nothing."
     assert text_of(told).startswith(f"Nothing is advised: {guessed}")
-    assert not any(isinstance(part, MarkdownTable) for part in told.parts)
+    assert not any(isinstance(part, MarkdownTable) for part in (*told.verdict, *told.parts))
     assert "Use " not in text_of(told)
     assert "<- use" not in text_of(told)
     # A model that has learned guesses after a training that did harm, which is told.
@@ -636,8 +633,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "",
         "Images: some",
         "",
-        "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, "
-        "which may be another one. "
+        "Models were trained here: without training, as `mmod advise MODEL --images FOLDER` compares them, another may "
+        "pay. "
         "1,729 test images: differences below 2.0 points may be chance. About 7,000 are needed to tell one point from "
         "chance. One seed: "
         "`--seeds 5` gives confidence intervals over runs.",
@@ -674,7 +671,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     # Seeds say nothing where nothing is trained, nor of other dense models.
     loaded = dataclasses.replace(image_study(config).comparison, train_dense=False, train=None)
     fixed = image_study(config)._replace(comparison=loaded)
-    assert text_of(tell(fixed, timed, runs, [], facts)).endswith("one dense model; another may rank them differently.")
+    assert text_of(tell(fixed, timed, runs, [], facts)).endswith("are needed to tell one point from chance.")
     assert "--seeds" not in text_of(tell(fixed, table, runs, [], facts))
 
 

@@ -272,8 +272,10 @@ def test_advice_uses_labels_of_a_run_only_by_name(trained: Path, tmp_path: Path)
     write_images(tmp_path / "others", ["a", "b", "c", "d", "e", "f"])
     batch, note = read_images(str(tmp_path / "others"), advised(model, classes), 6, "raise")
     assert isinstance(batch, torch.Tensor)
-    assert note.endswith(
-        "the images are in 6 folders (a, b, c, d, e and 1 more), and the model has 6 classes of other names."
+    # What changes the measure comes first.
+    assert note.startswith(
+        "Labels are not used: the images are in 6 folders (a, b, c, d, e and 1 more), and the model has 6 classes of "
+        "other names. "
     )
 
 
