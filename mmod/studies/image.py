@@ -222,7 +222,9 @@ def tell_of(
         decided = verdict_of(found)
         code = code_of(study, [runs[name].candidate for name in decided.named])
         printed = code_of(study, [runs[name].candidate for name in _printed(found)])[:1]
-        told = told._replace(verdict=decided.parts, recommended=decided.named, code=code, printed=printed)
+        harmed = _better_untuned(table, score, [runs[name].candidate for name in _named(found)])
+        verdict = decided._replace(sentences=[*decided.sentences, *harmed]).parts
+        told = told._replace(verdict=verdict, recommended=decided.named, code=code, printed=printed)
     if found and rows:
         batches = batches_of(study.config.latency_batch)
         # Stars and mark are of the same batches, which need not be the largest.
@@ -247,6 +249,8 @@ def tell_of(
         limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
     if guesses and not found:
         limits.append(guesses[0].upper() + guesses[1:])
+    if study.dense.precision != "fp32":
+        limits.append(f"Scores are of precision {study.dense.precision}, and times of fp32.")
     if is_repeated and not has_intervals:
         limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
     parts.append(" ".join(limits))
@@ -294,6 +298,11 @@ def _python(study: Study, candidate: Candidate) -> str:
     if study.comparison.is_trained(candidate):
         # Its weights are no longer the dense ones, so that no line on these makes it.
         return f"model = mmod.open_model({str(study.comparison.folder_of(candidate.name, seed=0))!r}).model"
+    return _untuned(candidate)
+
+
+def _untuned(candidate: Candidate) -> str:
+    """Return the lines of Python that make a candidate of its dense model."""
     methods = candidate.methods
     if candidate.image_size is not None:
         methods = ({"kind": "resize", "size": candidate.image_size}, *methods)
@@ -369,12 +378,34 @@ def _printed(found: Sequence[Recommendation]) -> list[str]:
 
     They are those of the sentences, or where these are about none, those that may be within the tolerance.
     """
-    names = dict.fromkeys(one.named.name for one in found if one.named is not None)
+    names = dict.fromkeys(_named(found))
     if names:
         return list(names)
     for one in found:
         names |= {model.name: None for model, _ in one.roles if not exceeds(model.loss, one.tolerance)}
     return list(names)
+
+
+def _named(found: Sequence[Recommendation]) -> list[str]:
+    """Return the models that the sentences are about, each once."""
+    return list(dict.fromkeys(one.named.name for one in found if one.named is not None))
+
+
+def _better_untuned(table: Table, score: str, candidates: Sequence[Candidate]) -> list[str]:
+    """Say of each model that scored higher before it was fine-tuned how the untuned one is made."""
+    told = []
+    for one in candidates:
+        if BEFORE not in table.runs[one.name][0].figures:
+            continue
+        before, after = mean_of(table, BEFORE, one.name), mean_of(table, score, one.name)
+        # As the table shows both.
+        if round(before, 2) > round(after, 2):
+            lines = "; ".join(_untuned(one).splitlines())
+            told.append(
+                f"{one.label} scored higher before fine-tuning, {before:.2f} % against {after:.2f} %: untuned, it is "
+                f"your dense model with `{lines}`."
+            )
+    return told
 
 
 def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, dict[str, float]]:

@@ -533,6 +533,13 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     assert printed.count("mmod.route_(model") == 1
     assert text_of(told).startswith("Use certain for batches of 16: ")
     assert "`*`, for batches of 16: no other is faster and loses less, by the means." in text_of(told)
+    assert "precision" not in text_of(told)
+    halved = image_study(config)
+    dense = dataclasses.replace(halved.dense, precision="bf16")
+    halved = halved._replace(comparison=dataclasses.replace(halved.comparison, dense=dense))
+    assert "Scores are of precision bf16, and times of fp32." in text_of(
+        tell(halved, table, runs, rows, {"images": []})
+    )
     # What may be lost is the user's to say, and no part of what is measured.
     strict = dataclasses.replace(config, tolerance=0.002)
     told = tell(image_study(strict), table, runs, rows, {"images": []})
@@ -547,6 +554,29 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     del runs["certain"], rows[1]
     undecided = tell(image_study(config), table, runs, rows, {"images": []})
     assert not any("<- use" in text for text in (text_of(undecided), *(row["front"] for row in undecided.rows)))
+
+
+@pytest.mark.parametrize(("before", "told"), [(95.0, True), (93.75, False), (None, False)])
+def test_a_model_that_fine_tuning_made_worse_is_named_with_the_lines_of_the_untuned_one(
+    before: float | None, told: bool, study: ImageStudyConfig
+) -> None:
+    config = dataclasses.replace(study, latency_batch=16, seeds=1)
+    table = Table()
+    for name, right in (("dense", 752), ("gradual", 750)):
+        outcome_N = (np.arange(800) < right).astype(float)
+        figures = {"top1": 100 * right / 800} if before is None else {"top1": 100 * right / 800, "before": before}
+        table.add(name, 0, Measured(figures, samples=800, outcomes={"top1": outcome_N}))
+    table.times = {("image", 16): {"dense": [3.0], "gradual": [2.0]}}
+    candidates = [Candidate("dense"), Candidate("gradual", routing={"preset": "gradual"})]
+    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
+    text = text_of(tell(image_study(config), table, runs, [], {"images": []}))
+    assert text.startswith("Use gradual for batches of 16: ")
+    sentence = (
+        "gradual scored higher before fine-tuning, 95.00 % against 93.75 %: untuned, it is your dense model with "
+        '`mmod.route_(model, "gradual")`.'
+    )
+    # Behind what to use, before the table.
+    assert (f".\n\n{sentence}\n\n| for " in text) == ("scored higher" in text) == told
 
 
 def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
