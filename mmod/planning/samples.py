@@ -149,10 +149,20 @@ class Images:
         with suppress(NotImplementedError, RuntimeError, AssertionError, ValueError):
             if not by_data(counted):
                 return Costs(inference_flops(counted, inputs), None)
-            with trace(counted) as decisions:
-                self._outputs(model, 0, self.first)
-            return Costs(flops(counted, size, decisions.kept_shares()).routed, None)
+            return Costs(flops(counted, size, self._kept_shares(counted, model)).routed, None)
         return Costs(None, None)
+
+    def _kept_shares(self, counted: nn.Module, model: nn.Module) -> dict[str, float]:
+        """Return the share of tokens that each place of a model keeps, mean over all images, as a study has it."""
+        shares: dict[str, float] = {}
+        for start in range(0, len(self), _AT_ONCE):
+            stop = min(start + _AT_ONCE, len(self))
+            # A trace is that of one pass.
+            with trace(counted) as decisions:
+                self._outputs(model, start, stop)
+            for name, share in decisions.kept_shares().items():
+                shares[name] = shares.get(name, 0.0) + share * (stop - start) / len(self)
+        return shares
 
     def check(self, model: nn.Module) -> None:
         """Run a model on one image; raises a ValueError where it cannot be run, or answers in another form."""

@@ -539,6 +539,17 @@ def test_where_attention_would_run_twice_gradual_merges_before_the_block_and_it_
     assert not [one for one in recwarn if issubclass(one.category, MethodWarning)]
 
 
+def test_flops_that_follow_from_the_images_are_those_of_all() -> None:
+    # More than are looked at first, or run at once, and the last are not like the first.
+    images = torch.cat([pictures(45), pictures(25, flat=True)])
+    model = mmod.route_(make(), "pixelprune")
+    with torch.no_grad():
+        counted = samples.Images(make(), "image", 1, images, None, 8).costs(model)
+        with mmod.trace(model) as decisions:
+            model(images)
+    assert counted.flops == mmod.flops(model, SIDE, kept=decisions).routed
+
+
 def test_other_warnings_of_a_change_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmod.model.change_", lambda *_: warnings.warn("another", stacklevel=1))
     with pytest.warns(UserWarning, match="another"):
