@@ -54,6 +54,7 @@ SCREENS = {
             "--image_size PIXELS": "side of images; the model's unless given",
             "--checkpoint FILE": "weights in place of the published ones",
             "--on_corrupt skip": "leave broken images out",
+            "--measure MEASURE": "what must stay equal: top1, features of a model without a head, or patches",
             "--output FOLDER": "folder of the result (runs/advise/MODEL/IMAGES, with other options in its name)",
         },
         "before_you_commit.md",
