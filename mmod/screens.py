@@ -53,7 +53,6 @@ SCREENS = {
             "--batch_size N": "images or prompts of a timed batch (8)",
             "--image_size PIXELS": "side of images; the model's unless given",
             "--checkpoint FILE": "weights in place of the published ones",
-            "--on_corrupt skip": "leave broken images out",
             "--measure MEASURE": "what must stay equal: top1, features of a model without a head, or patches",
             "--output FOLDER": "folder of the result (runs/advise/MODEL/IMAGES, with other options in its name)",
         },
