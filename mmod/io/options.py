@@ -42,7 +42,10 @@ def with_options(
     """
     result = dict(fields)
     for key, text in sorted(options, key=_order):
-        result = _with_option(result, key.split("."), text, config_class)
+        try:
+            result = _with_option(result, key.split("."), text, config_class)
+        except ValueError as error:
+            raise ValueError(f"--{key}: {error}") from error
     return result
 
 
@@ -71,8 +74,9 @@ def _with_option(
             elif isinstance(old, str):
                 inner_fields = {BASE_KEY: old}
         return {**fields, name: _with_option(inner_fields, inner, text, group)}
-    value = parse_option(text)
-    if fits(text, hint) and not fits(value, hint):
+    is_text = fits(text, hint)
+    value = parse_option(text, nested=not is_text or fits({}, hint))
+    if is_text and not fits(value, hint):
         # A name that YAML reads as something else, such as 2024 or no.
         value = text
     # An empty mapping with free keys would change nothing, and nothing else can remove these.

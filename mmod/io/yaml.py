@@ -19,6 +19,8 @@ DENSE_KEY = "dense"
 """Key of a config within a config: its path, its fields, or a `base` with the fields that differ."""
 _DEPTH = 100
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+# Mappings and lists in one line.
+_BRACKETS = {"{": "}", "[": "]"}
 # Parsing takes seconds per 100 kB.
 _BYTES = 1 << 18
 
@@ -75,13 +77,21 @@ def parse_yaml(text: str, source: str = "the value") -> object:
         raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
 
 
-def parse_option(text: str) -> Any:
-    """Parse a value of a command line; one that is no YAML is a text, and a duplicate key stays an error."""
+def parse_option(text: str, nested: bool = False) -> Any:
+    """Parse a value of a command line; one that is no YAML is a text, and a duplicate key stays an error.
+
+    Args:
+        nested: The value may be a mapping or a list, which is refused where its closing bracket is missing.
+    """
     try:
         return yaml.load(text, _Loader)
     except _DuplicateKeyError as error:
         raise ValueError(error.problem) from error
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError) as error:
+        opening = text.lstrip()[:1]
+        closing = _BRACKETS.get(opening, "")
+        if nested and closing and text.count(opening) > text.count(closing):
+            raise ValueError(f"{text!r} lacks a closing {closing}") from error
         return text
 
 

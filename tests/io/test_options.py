@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,19 @@ def test_a_text_stays_a_text_and_other_values_are_yaml() -> None:
         group=Group(1e-4), free={"rate": 1e-4, "day": "2024-01-01"}
     )
     assert isinstance(changed("--group.rate=1").group.rate, float)
+
+
+def test_a_bracket_that_is_not_closed_is_said_to_be_missing() -> None:
+    words = {
+        "--free={preset:gradual": "--free: '{preset:gradual' lacks a closing }",
+        "--group={rate:1": "--group: '{rate:1' lacks a closing }",
+        "--free.a=[1,[2]": r"--free.a: '[1,[2]' lacks a closing ]",
+        "--dense={base:x": "--dense: '{base:x' lacks a closing }",
+        "--group.pair=[1,2": r"--group.pair: '[1,2' lacks a closing ]",
+    }
+    for line, message in words.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            changed(line)
 
 
 def test_mappings_merge_key_by_key_as_in_files_and_an_empty_one_empties() -> None:
