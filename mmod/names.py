@@ -15,6 +15,7 @@ _SYNONYMS = {
     "ratio": ("capacity", "keep", "r"),
     "learning_rate": ("lr",),
     "accuracy": ("top1",),
+    "routing": ("routers",),
 }
 
 

@@ -108,15 +108,18 @@ def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
     if name:
         listed = f"valid keys in group {name!r}: {', '.join(valid)}"
         prefix = f"{name}."
-    paths = list(_paths_in_groups(cls))
+    inside = list(_paths_in_groups(cls))
+    # Of another config, which a key stands for.
+    elsewhere = list(_paths_in_groups(cls, "config"))
     named = []
     hints = []
     for key in keys:
         dotted = f"{prefix}{key}"
         named.append(repr(dotted))
-        near = [path for path in paths if path.rpartition(".")[2] == key]
+        near = _ending_in([key], inside) or [*similar(key, valid), *_ending_in([key], elsewhere)]
         if not near:
-            near = similar(key, valid)
+            paths = [*inside, *elsewhere]
+            near = _ending_in(similar(key, map(_last, paths)), paths)
         hint = ""
         if near:
             hint = f"near ones: {', '.join(near)}"
@@ -135,10 +138,21 @@ def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
     return message
 
 
-def _paths_in_groups(cls: object) -> Iterator[str]:
-    """Yield the dotted keys of the groups in a config."""
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _ending_in(names: Sequence[object], paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if _last(path) in names]
+
+
+def _paths_in_groups(cls: Any, described: str = "") -> Iterator[str]:
+    """Yield the dotted keys of the groups in a config; or of those that metadata describe under a name."""
     for name, hint in hints_of(cls).items():
         group = dataclass_in(hint)
+        if described:
+            describe = cls.__dataclass_fields__[name].metadata.get(described)
+            group = describe and describe(cls)
         # Items of a list have no key of their own.
         if group is not None and typing.get_origin(hint) not in (list, tuple):
             yield from (f"{name}.{key}" for key in (*hints_of(group), *_paths_in_groups(group)))

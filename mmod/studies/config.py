@@ -22,6 +22,7 @@ from mmod.names import similar
 from mmod.opening.runs import RUN_CONFIG, find_run, find_weights
 from mmod.plain import from_plain
 from mmod.planning.candidate import FIT, TOLERANCE, Candidate, PlanOptions
+from mmod.training.kinds import config_class
 from mmod.values import Checked, check_value, refuse_unknown
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class StudyConfig(Checked):
     """
 
     output: str = ""
-    dense: str | dict[str, Any]
+    dense: str | dict[str, Any] = field(metadata={"config": lambda study: config_class(study.trains())})
     routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -313,10 +314,10 @@ class StudyConfig(Checked):
                 find_weights(checkpoint)
 
     # What `candidates.py` asks, which reads the training configs.
-    @property
-    def trains(self) -> str:
-        """The kind of its runs."""
-        return self.kind
+    @classmethod
+    def trains(cls) -> str:
+        """Return the kind of its runs."""
+        return cls.kind
 
     def fields_of_dense(self, fields: Mapping[str, object]) -> dict[str, object]:
         """Return the fields of the dense model's training config, as the study changes those that `dense` names."""

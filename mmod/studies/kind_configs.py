@@ -179,9 +179,9 @@ class FeaturesStudyConfig(TimmStudyConfig):
                 "classifier='dense' needs tune=False and processes=1: the dense model's features come first"
             )
 
-    @property
-    def trains(self) -> str:
-        """Features are those of image models."""
+    @classmethod
+    def trains(cls) -> str:
+        """Return "image": features are those of image models."""
         return "image"
 
     @property
