@@ -48,9 +48,20 @@ def words_of(command: str) -> list[str]:
     return [word for word in command.split() if word.islower()]
 
 
-CHAT = "train chat vlm/own-conversations --output /dev/null/run --model.config null --model.processor null"
+CHAT = "train chat vlm/own-conversations --output /proc/none/run --model.config null --model.processor null"
+WRITING = (
+    "train image digits/dense",
+    "train chat vlm/own-conversations",
+    "tradeoff digits",
+    "isoflop isoflop/text",
+    "evaluate digits/dense",
+    "audit digits/dense",
+    "plan digits/dense",
+    "advise test_vit --images docs",
+    "report docs",
+)
 EARLY = {
-    "train image digits/dense --output /dev/null/run --model.checkpoint nowhere": "no checkpoint at 'nowhere'",
+    "train image digits/dense --output /proc/none/run --model.checkpoint nowhere": "no checkpoint at 'nowhere'",
     "train image digits/dense --routing.preset nope": "preset 'nope' is unknown; ToMe, ",
     "tradeoff my-model --dense runs/nope": "no run or config file at 'runs/nope'",
     "tradeoff my-model --dense.model.checkpoint nope": "no checkpoint at 'nope': name the dense model's training run",
@@ -66,6 +77,11 @@ EARLY = {
     f"{CHAT} --model.checkpoint runs/nope/model": "there is no folder 'runs/nope/model' here; a model of the",
     f"{CHAT} --model.checkpoint A/B --model.processor testz": "there is no folder 'testz' here; near ones: tests;",
     "advise vit_tiny_patch16_224 --checkpoint nope --images docs": "no checkpoint at 'nope'",
+    # A file in the place of what is written.
+    **{
+        f"{command} --output README.md/run": "'README.md' is a file, and a folder is needed there: name another folder"
+        for command in WRITING
+    },
 }
 """What is refused before torch is imported: the command and the message. No run writes anything."""
 

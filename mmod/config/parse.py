@@ -26,6 +26,7 @@ from docstring_parser import parse
 from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold
 from mmod.config.registry import PRESETS
 from mmod.config.routing import RoutingConfig
+from mmod.io.files import check_place
 from mmod.io.options import field_meanings, split_options, with_options
 from mmod.io.yaml import merged, read_yaml
 from mmod.plain import dataclass_in, from_plain
@@ -87,6 +88,9 @@ def read_config(
     chosen, plain = read_fields(arguments, config_class, start)
     if check is not None:
         check(chosen, plain)
+    # Before the checks of the config, which may import torch.
+    if isinstance(plain.get("output"), str):
+        check_place(plain["output"])
     try:
         return from_plain(chosen, plain)
     except ValueError as error:

@@ -206,6 +206,13 @@ def folder_name(path: str) -> str:
     return re.sub(r"[/:\\]+", "-", path.removeprefix("./")).strip("-")
 
 
+def check_place(path: str | Path) -> None:
+    """Raise a FileExistsError where a file stands in the place of a folder that is to be written, or of one above."""
+    for place in (Path(path), *Path(path).parents):
+        if place.exists() and not place.is_dir():
+            raise FileExistsError(f"{str(place)!r} is a file, and a folder is needed there: name another folder")
+
+
 def make_folder(path: str | Path) -> Path:
     """Make a folder that a user named, where it is missing, and its parents; return its path.
 
@@ -214,10 +221,8 @@ def make_folder(path: str | Path) -> Path:
         UnwrittenError: It cannot be made, as below a read-only folder.
     """
     folder = Path(path)
+    check_place(folder)
     with writing(folder):
-        for place in (folder, *folder.parents):
-            if place.exists() and not place.is_dir():
-                raise FileExistsError(f"{str(place)!r} is a file, and a folder is needed there: name another folder")
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 

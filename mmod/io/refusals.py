@@ -20,7 +20,7 @@ from mmod.names import near_names
 _PACKAGE = Path(__file__).parents[1]
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)
 # What the user gave is wrong: a value, a file or its name. Anything else may be right elsewhere or another time.
-_WRONG = (ValueError, TypeError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_WRONG = (ValueError, TypeError, FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 # EX_TEMPFAIL of sysexits.h: the same command may succeed.
 _LOST = 75

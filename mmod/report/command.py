@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmod.io.files import check_place
 from mmod.io.records import FolderTakenError
 from mmod.io.refusals import OneLineParser
 
@@ -17,6 +18,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a study, a run, or what holds several")
     parser.add_argument("--output", help="folder of the report; `report` in the first folder unless given")
     options = parser.parse_args(arguments)
+    if options.output is not None:
+        check_place(options.output)
     from mmod.report.page import write_report
 
     print(f"Report: {write_report(options.folders, options.output)}")

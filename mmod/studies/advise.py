@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmod.io.files import check_folder, folder_name, near_paths
+from mmod.io.files import check_folder, check_place, folder_name, near_paths
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option, read_yaml
 from mmod.opening.runs import RUN_CONFIG, check_holds_work, check_source, find_run, find_weights
@@ -118,6 +118,9 @@ def _check_files(options: argparse.Namespace) -> None:
     with missing.collected():
         if options.images is not None:
             check_folder(options.images, "--images")
+    with missing.collected():
+        if options.output is not None:
+            check_place(options.output)
     missing.tell()
 
 
