@@ -114,7 +114,9 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
         )
     counted = sum(message.text.count(IMAGE) for message in messages)
     if counted != expected:
-        raise ValueError(f"{counted} {IMAGE} for {expected} images; questions need one for each")
+        raise ValueError(
+            f"{counted} {IMAGE} in the questions for {expected} images: write {IMAGE} once for each, in a question"
+        )
     if named not in (0, expected):
         raise ValueError(f"{named} names of images for {expected} images")
     if any(IMAGE in message.text for message in messages if message.role != "user"):
@@ -132,7 +134,8 @@ def _turns(record: object) -> list[object]:
     if isinstance(record, Mapping):
         _, messages = _only(record, _TURNS)
     if not isinstance(messages, list):
-        raise ValueError(f"no list of {' or '.join(_TURNS)}")
+        present = ", ".join(map(str, record)) if isinstance(record, Mapping) else brief(record)
+        raise ValueError(f"no list of {' or '.join(_TURNS)}, but {present}")
     return messages
 
 

@@ -127,7 +127,16 @@ def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any
     except DuplicateKeyError as error:
         raise DuplicateKeyError(f"{name}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON: {error}") from error
+        end = ""
+        if isinstance(error, json.JSONDecodeError) and _is_cut(error):
+            end = ": it seems to be cut off at its end"
+        raise ValueError(f"{name} is no JSON: {error}{end}") from error
+
+
+def _is_cut(error: json.JSONDecodeError) -> bool:
+    """Return whether the text of an error ends where more must follow."""
+    rest = error.doc[error.pos :].strip()
+    return not rest or error.msg.startswith("Unterminated string")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

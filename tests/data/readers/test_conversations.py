@@ -28,9 +28,18 @@ FAULTS: dict[str, dict[str, Any]] = {
     "is empty": {"id": "1", "conversations": said("which is the 7 ?", " ")},
     "got user$": {"id": "1", "conversations": said("which is the 7 ?")},
     "got assistant, user$": {"id": "1", "conversations": said("3", "no", roles=("gpt", "human"))},
-    "0 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("which is the 7 ?", "3")},
-    "2 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("<image> <image> a ?", "3")},
-    "1 <image> for 0 images": {"id": "1", "conversations": said("<image> a ?", "3")},
+    "0 <image> in the questions for 1": {
+        "id": "1",
+        "image": "a.png",
+        "conversations": said("which is the 7 ?", "3"),
+    },
+    "2 <image> in the questions for 1": {
+        "id": "1",
+        "image": "a.png",
+        "conversations": said("<image> <image> a ?", "3"),
+    },
+    "1 <image> in the questions for 0": {"id": "1", "conversations": said("<image> a ?", "3")},
+    "no list of conversations or messages, but id, conversation$": {"id": "1", "conversation": said("a ?", "3")},
     "outside a question": {"id": "1", "image": "a.png", "conversations": said("a ?", "<image>")},
     "a path or a list": {"id": "1", "image": 7, "conversations": said("<image> a ?", "3")},
     "one text for each question": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
@@ -82,7 +91,7 @@ def test_a_record_that_names_a_key_twice_is_a_fault(folder: Path, outer: bool) -
         conversations = open_conversations(str(folder / name), ConversationsConfig(on_corrupt="skip"))
         assert (len(conversations), len(conversations.report.faults)) == (2, 1)
         assert [fault.sample for fault in conversations.report.faults] == ["1"]
-    for text, message in ((f"[{twice}, ", "is no JSON"), (twice, "holds no list")):
+    for text, message in ((f"[{twice}, ", "is no JSON.*cut off"), (twice, "holds no list")):
         (folder / "all.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             open_conversations(str(folder / "all.json"))

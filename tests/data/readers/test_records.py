@@ -114,7 +114,10 @@ UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": content({"type": "image", "image": "a.png"}, {"type": "image"}, PART)},
     ),
     "a message with an image": ("message 0 has 'image'", {"conversations": [{**PLAIN[0], "image": "a.png"}, PLAIN[1]]}),
-    "a part without a place": ("0 <image> for 1 images", {"images": ["a.png"], "messages": content(PART)}),
+    "a part without a place": (
+        "0 <image> in the questions for 1",
+        {"images": ["a.png"], "messages": content(PART)},
+    ),
     "a role of a tool": ("is from 'tool'", {"messages": [{"role": "tool", "content": "a"}]}),
     "two system messages": ("`system` must be", {"system": 3, "conversations": PLAIN}),
 }
