@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmod.io.files import make_folder, read_json_object, write_json
+from mmod.io.files import check_place, make_folder, read_json_object, write_json
 from mmod.names import similar
 
 # No result in the store, which another version of mmod does not read: the same question goes on with any.
@@ -35,21 +35,20 @@ def read_record(folder: str | Path, file: str) -> dict[str, Any] | None:
     """Read the record of a folder; None if it holds only hidden files and empty folders, as a failed start leaves."""
     folder = Path(folder)
     if (folder / file).is_file():
-        if file.endswith(".yaml"):
-            from mmod.io.yaml import read_yaml
-
-            return read_yaml(folder / file)
         return read_json_object(folder / file)
-    if folder.is_file():
-        # Raises: a file is in the folder's place.
-        make_folder(folder)
+    check_unused(folder, file)
+    return None
+
+
+def check_unused(folder: Path, file: str) -> None:
+    """Raise a FolderTakenError for a folder that holds more than hidden files and empty folders, and not its record."""
+    check_place(folder)
     if not folder.exists():
-        return None
+        return
     for path in folder.iterdir():
         holds_file = not path.is_dir() or any(not child.is_dir() for child in path.rglob("*"))
         if holds_file and not path.name.startswith("."):
             raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
-    return None
 
 
 def answered_by(folder: str | Path) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,9 +117,7 @@ def check_fits(
     missing = set(expected) - set(state)
     unknown = set(state) - set(expected)
     if missing or unknown:
-        raise ValueError(
-            f"{refusal}: it lacks {some_keys(missing)} and has {some_keys(unknown)} that the model does not know"
-        )
+        raise ValueError(f"{refusal}: {told_keys(missing, unknown)}")
     for name, value in state.items():
         shape = expected[name].shape
         if value.shape != shape:
@@ -131,11 +129,18 @@ def check_fits(
             raise ValueError(f"{refusal}: {what}{name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
 
 
-def some_keys(names: Iterable[str]) -> str:
-    """Return the number of keys of a state dict and the first few of them."""
-    keys = sorted(names)
-    if not keys:
-        return "no key"
+def told_keys(missing: Iterable[str], unknown: Iterable[str]) -> str:
+    """Return which keys a state dict misses and which the model does not have: their numbers, and the first few.
+
+    Example:
+        >>> told_keys(["norm.weight"], [])
+        'missing: 1 key (norm.weight)'
+    """
+    parts = {"missing": sorted(missing), "not in the model": sorted(unknown)}
+    return "; ".join(f"{lead}: {_some_keys(keys)}" for lead, keys in parts.items() if keys)
+
+
+def _some_keys(keys: Sequence[str]) -> str:
     others = ", ..." if len(keys) > 3 else ""
     noun = "key" if len(keys) == 1 else "keys"
     return f"{len(keys)} {noun} ({', '.join(keys[:3])}{others})"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import near_paths
+from mmod.io.files import DamagedFileError, near_paths
 from mmod.io.tensors import WEIGHTS
+from mmod.io.yaml import read_yaml
 from mmod.values import one_of
 
 RUN_CONFIG = "config.yaml"
@@ -55,6 +60,34 @@ def find_run(path: str | Path) -> Path | None:
         # Other files in a run folder, such as a user's own weights, are not the run's.
         return None
     return None
+
+
+def read_run_config(run: Path) -> dict[str, Any]:
+    """Return the plain fields of a run's config; a DamagedFileError names a file that is cut off or no config."""
+    path = run / RUN_CONFIG
+    remedy = "restore it, or copy the config file that the run was trained by to its place"
+    try:
+        fields = read_yaml(path)
+    except ValueError as error:
+        raise DamagedFileError(f"{error}. It is the config of a run: {remedy}") from error
+    missing = [key for key in ("output", "model", "data") if not fields.get(key)]
+    if missing:
+        raise DamagedFileError(
+            f"{str(path)!r} is the config of a run, and lacks {', '.join(missing)}: it was cut off or edited; {remedy}"
+        )
+    return fields
+
+
+def told_run(path: str | Path) -> str:
+    """Return the end of a message about weights that do not fit: the model of the run that they are of; "" for none."""
+    run = find_run(path)
+    if run is None:
+        return ""
+    fields = read_run_config(run)
+    named = {key: value for key, value in fields["model"].items() if key in ("name", "args", "config") and value}
+    written = yaml.safe_dump(named, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+    kind = fields.get("kind", "image")
+    return f". They are of {run}, a run of kind {kind!r} with model: {written}; write the same, or name other weights"
 
 
 def model_folder(path: str | Path) -> Path | None:

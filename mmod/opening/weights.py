@@ -21,7 +21,7 @@ from mmod.io.files import DamagedFileError, read_json_object, sha256
 from mmod.io.processes import gathered, process_count, process_rank
 from mmod.io.tensors import check_fits, read_tensors
 from mmod.opening.foreign import STAND_INS, Unread, clean_names, select_weights
-from mmod.opening.runs import SUMS, find_weights, list_checkpoints
+from mmod.opening.runs import SUMS, find_weights, list_checkpoints, told_run
 
 
 def check_sums(folder: Path, *names: str, together: bool = False) -> None:
@@ -149,7 +149,10 @@ def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
     """Load a state dict strictly."""
     refusal = f"checkpoint {str(source)!r} does not fit the model"
-    check_fits(state, model.state_dict(), refusal, image_facts(model).classes)
+    try:
+        check_fits(state, model.state_dict(), refusal, image_facts(model).classes)
+    except ValueError as error:
+        raise ValueError(f"{error}{told_run(str(source))}") from error
     model.load_state_dict(state)
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from mmod.io.files import check_folder, check_place, folder_name, near_paths
 from mmod.io.refusals import OneLineParser
-from mmod.io.yaml import parse_option, read_yaml
-from mmod.opening.runs import RUN_CONFIG, check_holds_work, check_source, find_run, find_weights
+from mmod.io.yaml import parse_option
+from mmod.opening.runs import check_holds_work, check_source, find_run, find_weights, read_run_config
 from mmod.planning.candidate import TOLERANCE
 from mmod.values import Mistakes, check_value
 
@@ -129,7 +129,7 @@ def _run_of(options: argparse.Namespace) -> str:
     run = find_run(options.model)
     if run is None or options.checkpoint is not None:
         return "RUN"
-    config = read_yaml(run / RUN_CONFIG)
+    config = read_run_config(run)
     if config.get("routing") is not None or config.get("methods"):
         return "RUN"
     return str(run)

@@ -19,10 +19,9 @@ from mmod.data.readers.conversations import ConversationsConfig
 from mmod.data.readers.folders import FolderSource
 from mmod.data.records import plain_answer
 from mmod.data.stream import ImageReader
-from mmod.io.yaml import read_yaml
 from mmod.opening.open import OPEN_CLIP, open_model
 from mmod.opening.opened import Opened
-from mmod.opening.runs import RUN_CONFIG, find_run
+from mmod.opening.runs import find_run, read_run_config
 from mmod.planning.candidate import ImageSize
 from mmod.planning.prompts import IsRight
 from mmod.planning.samples import AtSize
@@ -50,7 +49,7 @@ def open_advised(
     kind = "image"
     run = find_run(name)
     if run is not None:
-        kind = read_yaml(run / RUN_CONFIG).get("kind", kind)
+        kind = read_run_config(run).get("kind", kind)
     if kind not in ("image", "pairs"):
         advice = "use mmod.search_plan"
         if kind == "chat":

@@ -28,7 +28,7 @@ from mmod.analysis.table import DENSE
 from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.methods import METHODS, read_method
 from mmod.methods.resolve import resolve_routing
-from mmod.opening.runs import RUN_CONFIG, find_run
+from mmod.opening.runs import RUN_CONFIG, find_run, read_run_config
 from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
@@ -128,15 +128,17 @@ def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
     if path is None:
         return changes
     check_value(f"dense.{BASE_KEY}", path, str)
-    file = Path(path, RUN_CONFIG)
-    if not file.is_file():
-        file = Path(path)
-    fields = read_yaml(str(file))
+    folder = Path(path)
+    if (folder / RUN_CONFIG).is_file():
+        fields = read_run_config(folder)
+    else:
+        fields = read_yaml(path)
+        folder = folder.parent
     kinds = (kind,)
     check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)
     # What a run records besides its config.
     if fields.pop("world_size", None) is not None:
-        fields = config_class(kind).from_dict(fields).finished(str(file.parent)).to_dict()
+        fields = config_class(kind).from_dict(fields).finished(str(folder)).to_dict()
     return merged(fields, changes)
 
 
@@ -162,7 +164,7 @@ def baseline(plain: Candidate, settings: Mapping[str, Any]) -> Candidate:
         if settings.get("args") is None and run is None:
             raise ValueError(f"baselines.{plain.name} needs args, or the folder of a run as its checkpoint")
         if settings.get("checkpoint") is not None:
-            known = {} if run is None else read_yaml(str(run / RUN_CONFIG))["model"]
+            known = {} if run is None else read_run_config(run)["model"]
             shape = {key: known[key] for key in ("name", "args") if key in known}
             # In place of the dense model's weights, wherever these come from.
             model = {**merged(shape, settings), "pretrained": False, "head": None}

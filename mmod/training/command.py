@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.config.parse import named_kind, parse_config
 from mmod.io.yaml import parse_option
-from mmod.opening.runs import RUN_CONFIG, find_run, holds_work, is_described
+from mmod.opening.runs import RUN_CONFIG, find_run, holds_work, is_described, read_run_config
 from mmod.training.kinds import KINDS, config_class, estimate, fit, kind_of
 from mmod.values import check_value, one_of
 
@@ -121,6 +121,7 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
         run = find_run(arguments[0])
     if run is None:
         return _parse_config(arguments, configs)
+    read_run_config(run)
     file = str(run / RUN_CONFIG)
     named = named_kind([file, *arguments[1:]])
     # The run's own config first, whatever the words change of it besides its kind.

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mmod.adapters import adapted_model
-from mmod.io.yaml import read_yaml
 from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
-from mmod.opening.runs import RUN_CONFIG, run_classes
+from mmod.opening.runs import RUN_CONFIG, read_run_config, run_classes
 from mmod.opening.weights import load_weights, read_weights
 from mmod.training.engine.config import LoopConfig
 from mmod.training.kinds import config_class, kind_of
@@ -19,7 +18,7 @@ from mmod.training.kinds import config_class, kind_of
 
 def of_run(opened: Opened, run: Path) -> Opened:
     """Return the model of a run with its preprocessing and the names of its classes."""
-    fields = read_yaml(run / RUN_CONFIG)
+    fields = read_run_config(run)
     classes = run_classes(run)
 
     def prepare() -> Any:
@@ -37,7 +36,7 @@ def of_run(opened: Opened, run: Path) -> Opened:
 
 def open_checkpoint(run: Path, path: Path) -> Opened:
     """Open weights of a run that is not finished: the model of its config, its methods, then the weights."""
-    fields = read_yaml(run / RUN_CONFIG)
+    fields = read_run_config(run)
     config = _class_of(fields).load(run / RUN_CONFIG)
     if not isinstance(config, LoopConfig):
         raise ValueError(

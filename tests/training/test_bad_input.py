@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
+import mmod
 from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
-from mmod.io.records import record_config
+from mmod.io.files import DamagedFileError
+from mmod.io.records import differences
 from mmod.opening.language import config_of
-from mmod.opening.runs import find_weights
+from mmod.opening.runs import find_weights, read_run_config
+from mmod.opening.weights import load_weights
 from mmod.plain import from_plain
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
+from mmod.training.command import parse_run
+from mmod.training.engine.run_folder import told_start
+from mmod.training.kinds import all_configs
+from mmod.training.pairs.config import TrainConfig as PairsConfig
 from mmod.training.text.config import TrainConfig as TextConfig
 from tests.kit.bad_configs import (
     KINDS,
     NAN,
+    VIT,
     nested,
 )
 
@@ -67,6 +80,50 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         TrainConfig.load(tmp_path / "own.py")
 
 
+DENSE = f"output: run\nkind: image\nmodel: {{name: {VIT['name']}, args: {{depth: 2}}}}\ndata: {{source: digits}}\n"
+CUT_RUNS = {
+    "": "config.yaml' must hold a mapping of keys to values, got nothing. It is the config of a run: restore it",
+    DENSE[
+        : DENSE.index("data")
+    ]: "config.yaml' is the config of a run, and lacks data: it was cut off or edited; restore",
+    DENSE[: DENSE.index("}}")]: "config.yaml, line 3: expected ',' or '}'",
+}
+"""Configs in a run folder, and what is said of them."""
+
+
+@pytest.mark.parametrize("text", CUT_RUNS)
+def test_a_cut_config_of_a_run_is_named_wherever_the_run_is(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text(text)
+    save_file({"a": torch.zeros(1)}, tmp_path / "run/model/model.safetensors")
+    start = TrainConfig.from_dict({**KINDS[TrainConfig], "model": {**VIT, "checkpoint": str(tmp_path / "run")}})
+    begun = replace(start, output=str(tmp_path / "run"))
+    doors: list[Callable[[], object]] = [
+        lambda: parse_run([str(tmp_path / "run")], all_configs()),
+        lambda: mmod.open_model(tmp_path / "run"),
+        start.check_weights,
+        lambda: told_start(begun, 1),
+    ]
+    for door in doors:
+        with pytest.raises(DamagedFileError, match=re.escape(CUT_RUNS[text])):
+            door()
+
+
+def test_weights_of_another_run_say_which_model_they_are_of(tmp_path: Path) -> None:
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text(DENSE)
+    weights = tmp_path / "run/model/model.safetensors"
+    save_file({"a": torch.zeros(1)}, weights)
+    told = r"in the model: 1 key \(a\)\. They are of .*run, a run of kind 'image' with model: {name: vit_t.*depth: 2"
+    for source in (tmp_path / "run", weights):
+        with pytest.raises(ValueError, match=told):
+            load_weights(torch.nn.Linear(1, 1), {"a": torch.zeros(1)}, source)
+    for kind in (PairsConfig, TextConfig, ChatConfig):
+        config = kind.from_dict({**KINDS[kind], "model": {**KINDS[kind]["model"], "checkpoint": str(tmp_path / "run")}})
+        with pytest.raises(ValueError, match=rf"run' is a run of kind 'image': name one of kind '{config.kind}', or a"):
+            config.check_weights()
+
+
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000000001-epoch-00000").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"the folder holds no model\.safetensors"):
@@ -78,7 +135,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 def test_what_a_record_holds_is_read_back(tmp_path: Path) -> None:
     record = TrainConfig.from_dict(KINDS[TrainConfig]).to_dict()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
-    assert record_config(tmp_path, record, file="config.yaml", kind="a run")
+    assert not differences(read_run_config(tmp_path), record)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"])

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from mmod.data.readers.conversations import ConversationsConfig
-from mmod.io.yaml import read_yaml
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.runs import RUN_CONFIG, check_holds_work, check_source, find_run, model_folder
+from mmod.opening.runs import check_source, model_folder
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.training.engine.groups import check_warmup
 from mmod.values import Checked, check_value
@@ -223,16 +222,7 @@ class TrainConfig(RunConfig):
     def check_weights(self) -> None:
         """Refuse a run of another kind, before its processor is opened; see `RunConfig.check_weights`."""
         self.model.check_sources()
-        run = None if self.model.checkpoint is None else find_run(self.model.checkpoint)
-        if run is None:
-            return
-        check_holds_work(run)
-        kind = read_yaml(run / RUN_CONFIG).get("kind", "image")
-        if kind != self.kind:
-            raise ValueError(
-                f"model.checkpoint={self.model.checkpoint!r} is a run of kind {kind!r}: name one of kind "
-                f"{self.kind!r}, or a vision-language model of transformers with its processor"
-            )
+        self.check_kind("a vision-language model of transformers with its processor")
 
     def check_schedule(self, world: int = 1) -> None:
         """Check the warm-up where the config states the number of steps; see `RunConfig.check_schedule`."""

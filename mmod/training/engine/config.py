@@ -15,7 +15,7 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.runs import find_weights
+from mmod.opening.runs import check_holds_work, find_run, find_weights, read_run_config
 from mmod.plain import from_plain
 from mmod.training.engine.groups import (
     DistributedConfig,
@@ -185,6 +185,23 @@ class RunConfig:
 
     def check_weights(self) -> None:
         """Raise a FileNotFoundError if the weights that the run starts from are missing; no hub is asked."""
+
+    def check_kind(self, other: str) -> None:
+        """Raise a ValueError if the weights that the run starts from are of a run of another kind.
+
+        Args:
+            other: What else may be named.
+        """
+        checkpoint = self.model.checkpoint
+        run = None if checkpoint is None else find_run(checkpoint)
+        if run is None:
+            return
+        kind = read_run_config(run).get("kind", "image")
+        if kind != self.kind:
+            raise ValueError(
+                f"model.checkpoint={checkpoint!r} is a run of kind {kind!r}: name one of kind {self.kind!r}, or {other}"
+            )
+        check_holds_work(run)
 
     def check_schedule(self, world: int = 1) -> None:
         """Raise a ValueError if so many processes would train in vain, as far as is known before data are read."""
@@ -364,6 +381,7 @@ class LoopConfig(RunConfig):
         """Raise a FileNotFoundError if the checkpoint is missing; see `RunConfig.check_weights`."""
         if self.model.checkpoint is not None:
             find_weights(self.model.checkpoint)
+        self.check_kind("a file of weights")
 
     def check_schedule(self, world: int = 1) -> None:
         """Refuse a run that would end in its warm-up, or whose learning rate is below the schedule's bounds."""

@@ -25,7 +25,7 @@ from mmod.io.files import (
     write_atomically,
     write_json,
 )
-from mmod.io.records import check_same, read_record
+from mmod.io.records import check_same, check_unused
 from mmod.io.tensors import check_complete
 from mmod.opening.runs import (
     CHECKPOINTS,
@@ -36,6 +36,7 @@ from mmod.opening.runs import (
     find_run,
     holds_work,
     list_checkpoints,
+    read_run_config,
 )
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
@@ -110,10 +111,13 @@ def _has_begun(config: RunConfig, record: dict[str, object]) -> bool:
 
     One that was stopped before its first checkpoint left nothing, and gives its folder to any config.
     """
-    existing = read_record(Path(config.output), RUN_CONFIG)
-    if existing is not None and holds_work(config.output):
-        _check_continues(config, existing, record)
-    return existing is not None
+    folder = Path(config.output)
+    if not (folder / RUN_CONFIG).is_file():
+        check_unused(folder, RUN_CONFIG)
+        return False
+    if holds_work(folder):
+        _check_continues(config, read_run_config(folder), record)
+    return True
 
 
 def told_start(config: RunConfig, world: int) -> str:
@@ -247,7 +251,7 @@ def samples_of_epoch(folder: str | Path | None) -> float | None:
     steps, epochs = result.get("steps"), result.get("epochs")
     if not (steps and epochs):
         return None
-    of_step = _step_samples(read_record(Path(str(folder)), RUN_CONFIG) or {})
+    of_step = _step_samples(read_run_config(Path(str(folder))))
     return None if of_step is None else of_step * steps / epochs
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts
 from mmod.data.files import check_files
 from mmod.data.labels import Classes
-from mmod.io.tensors import some_keys
+from mmod.io.tensors import told_keys
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.model import change_, freeze_dense_
@@ -68,8 +68,8 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
         expected = set(model.state_dict()) - names
         if expected != set(added):
             raise ValueError(
-                f"checkpoint {checkpoint!r} was routed in another way: it lacks {some_keys(expected - set(added))} and "
-                f"has {some_keys(set(added) - expected)} that the model does not know"
+                f"checkpoint {checkpoint!r} was routed in another way: "
+                f"{told_keys(expected - set(added), set(added) - expected)}"
             )
         # All weights once more: added ones are checked for names and shapes like the others.
         load_weights(model, {**model.state_dict(), **added}, checkpoint)

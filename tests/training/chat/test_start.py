@@ -47,7 +47,7 @@ def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) 
 
 
 def test_starts_that_a_run_cannot_have_are_refused_with_those_that_it_can(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("kind: image\n")
+    (tmp_path / "config.yaml").write_text("{kind: image, output: run, model: {name: test_vit}, data: {source: digits}}")
     words = ["vlm/tiny-llava", "--output", str(tmp_path / "run"), "--model.config", "null", "--model.processor", "null"]
     with pytest.raises(
         ValueError, match=rf"{tmp_path}' is a run of kind 'image': name one of kind 'chat', or a vision"
