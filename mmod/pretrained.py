@@ -515,8 +515,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         format_version = config.get("format_version")
     if format_version != FORMAT_VERSION:
         advice = (
-            "Change a new dense model in the same way, as the file says, and load the weights: "
-            "model.load_state_dict(safetensors.torch.load_file(...))"
+            "To go on with the weights, build the dense model in Python, change it by mmod.apply_ as `methods` in that "
+            f"file says, and call model.load_state_dict(safetensors.torch.load_file({str(path.parent / WEIGHTS)!r}))"
         )
         if isinstance(format_version, int) and format_version > FORMAT_VERSION:
             advice = "A later mmod wrote it: install that one or a later one"

@@ -171,8 +171,8 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"elastic": ELASTIC, "routing": {"preset": "gradual"}}, "elastic needs a routing config"),
     (TrainConfig, {"elastic": ELASTIC, "routing": RANDOM}, "one of elastic.capacities=[0.25, 1.0]"),
     (TrainConfig, {"elastic": ELASTIC, "routing": QUARTER, "grad_checkpointing": True}, "elastic cannot be combined"),
-    (TrainConfig, {"elastic.capacities": [0.25, 1.0]}, "must ascend and be at least as many as elastic.samples=4"),
-    (TrainConfig, {"elastic": {"capacities": [0.5, 0.25], "samples": 2}}, "must ascend and be at least as many"),
+    (TrainConfig, {"elastic.capacities": [0.25, 1.0]}, "are fewer than elastic.samples=4"),
+    (TrainConfig, {"elastic": {"capacities": [0.5, 0.25], "samples": 2}}, "must ascend"),
     (TrainConfig, {"elastic": {"capacities": [0.25, 1.5], "samples": 2}}, "elastic.capacities"),
     (TrainConfig, {"routing": {"router": "linear", "training_only": True}}, "router 'linear' adds some"),
     (

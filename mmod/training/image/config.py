@@ -138,11 +138,13 @@ class ElasticConfig(Checked, group="elastic"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.capacities != sorted(set(self.capacities)) or not self.samples <= len(self.capacities):
-            raise ValueError(
-                f"elastic.capacities={self.capacities} must ascend and be at least as many as elastic.samples="
-                f"{self.samples}, such as [0.25, 0.5, 0.75, 1.0]; elastic.samples is at least 2"
-            )
+        fault = ""
+        if self.capacities != sorted(set(self.capacities)):
+            fault = "must ascend"
+        elif self.samples > len(self.capacities):
+            fault = f"are fewer than elastic.samples={self.samples}, of which a step takes each another one"
+        if fault:
+            raise ValueError(f"elastic.capacities={self.capacities} {fault}; valid are [0.25, 0.5, 0.75, 1.0] and 4")
 
 
 @dataclass(frozen=True, kw_only=True)
