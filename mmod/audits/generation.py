@@ -79,9 +79,10 @@ class Generation:
 
 @torch.no_grad()
 def evaluate_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) -> Generation:
-    """Compare decisions token by token with the top-k, in texts and in what the model writes behind their first window.
+    """Compare the decisions of generation, token by token, with the top-k of training: how often do they agree?
 
-    The top-k is taken within each window, as in training, of the scores that the decisions token by token lead to.
+    Both are compared on given texts, and on what the model writes after the first window of each. The top-k is taken
+    within each window, as in training, of the scores that the decisions of generation lead to.
 
     Args:
         model: A routed language model of transformers, in evaluation mode, with an `inference_threshold`.

@@ -156,7 +156,7 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
 
 
 def register_preset(name: str) -> Callable[[Registered], Registered]:
-    """Return a decorator that lets `mmod.preset` and configs name a preset, which no other may be called.
+    """Return a decorator that lets `mmod.preset` and configs name a preset by a name that is free.
 
     Example:
         >>> @register_preset("half-norm")
@@ -218,7 +218,11 @@ def score(name: str, **options: object) -> Score:
     """Return a score with options, for `RoutingConfig(router=...)`.
 
     Args:
+        name: Name of the score, such as "linear" or "attention".
         options: The score's options, such as `bias` of "linear", `seed` of "random" or `importance` of "attention".
+
+    Raises:
+        ValueError: No score has that name, or it has no such option.
 
     Example:
         >>> score("attention", importance="class_token")

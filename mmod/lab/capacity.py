@@ -290,10 +290,20 @@ def learn_capacity_(model: nn.Module, budget: float, example: Tensor, *, rate: f
 
 
 def settle_capacity_(model: nn.Module) -> RoutingConfig:
-    """Route a model by the nearest plan within the budget, end the learning of capacities, and return the plan.
+    """End the learning of capacities: route the model by the nearest plan within the budget, and return the plan.
+
+    Returns:
+        A config with a capacity for each block, in hundredths, which `mmod.route_` takes.
 
     Raises:
         ValueError: No capacities are learned, see `learn_capacity_`.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(router="linear"))
+        >>> _ = learn_capacity_(model, 0.75, torch.randn(2, 3, 160, 160))
+        >>> settle_capacity_(model).capacity
+        (0.49, 0.48, 0.48)
     """
     # Also those that peft has wrapped, and their copies.
     learning: list[Any] = [module for module in model.modules() if isinstance(module, LearnedRouter)]

@@ -267,6 +267,12 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
 
     Raises:
         ValueError: Nothing in it is routed.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit"), "a-mod")
+        >>> {name: float(block.router.capacity) for name, block in routed_blocks(model).items()}
+        {'blocks.1': 0.5, 'blocks.3': 0.5, 'blocks.5': 0.5}
     """
     check_module(model)
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}

@@ -54,7 +54,10 @@ def auto_class(name: str) -> type:
 
 
 def open_routed_folders() -> None:
-    """Let `from_pretrained` of every class of transformers return the routed model of the folder of one."""
+    """Let `from_pretrained` of every class of transformers open folders of routed models, with their routing.
+
+    For programs that you cannot change, which call `from_pretrained` themselves. A second call changes nothing.
+    """
     import transformers
 
     model: Any = transformers.PreTrainedModel
