@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import mmod
-from mmod.blocks import host_class
 from mmod.lab import Experts
 from mmod.methods import methods_of, undo_
 from mmod.methods.base import deciding_together
 from mmod.training import fit
 from tests.kit.cover import in_turn
-from tests.kit.experts import DECODER_WAYS, STAGED
+from tests.kit.experts import DECODER_WAYS, STAGED, mixture_by_loop
 from tests.kit.text_configs import PREDICTOR, text_config
 from tests.kit.vlm_zoo import make_language, random_words
 from tests.kit.zoo import perturb_
@@ -37,30 +35,6 @@ def make(name: str = "llama", staged: bool = False, **options: Any) -> Any:
     return lively(mmod.route_(model, STAGED) if staged else model)
 
 
-def defined(mlp: Any, config: Any, x_ND: Tensor, alone: bool) -> Tensor:
-    """Return a mixture token by token, in a loop over experts."""
-    hosts: list[Any] = [partial(host_class(mlp).forward, mlp), *mlp.others]
-    out = torch.zeros_like(x_ND)
-    logit = [mlp.router.weight @ token for token in x_ND]
-    room = max(1, int((config.capacity or 0) * len(x_ND) / config.experts + 1e-9))
-    weights: dict[tuple[int, int], Tensor] = {}
-    for expert in range(config.experts):
-        prob = [float(row.softmax(0)[expert]) for row in logit]
-        if config.choice == "tokens":
-            mine = [n for n, row in enumerate(logit) if int(row.argmax()) == expert]
-        elif not alone:
-            mine = sorted(range(len(x_ND)), key=lambda n: -prob[n])[:room]
-        elif config.choice == "score":
-            mine = [n for n, row in enumerate(logit) if row[expert] >= 0]
-        else:
-            mine = [n for n, score in enumerate(mlp.predictors[expert](x_ND[None])[0]) if score >= 0]
-        weights |= {(n, expert): logit[n].softmax(0)[expert] for n in mine}
-    for (n, expert), weight in weights.items():
-        total = sum(other for (m, _), other in weights.items() if m == n)
-        out[n] += weight / (total if config.normalize else 1) * hosts[expert](x_ND[n][None, None])[0, 0]
-    return out
-
-
 @one_way
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 @torch.no_grad()
@@ -68,9 +42,9 @@ def test_every_mixture_by_its_definition(name: str, way: dict[str, Any]) -> None
     model = make(name, **way)
     mlp, config = model.model.layers[1].mlp, methods_of(model)[0]
     x = torch.randn(2, 13, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    alone = torch.stack([defined(mlp, config, text, alone=True) for text in x])
+    alone = torch.stack([mixture_by_loop(mlp, config, text, alone=True) for text in x])
     torch.testing.assert_close(mlp(x), alone, rtol=1e-9, atol=1e-10)
-    together = torch.stack([defined(mlp, config, text, alone=False) for text in x])
+    together = torch.stack([mixture_by_loop(mlp, config, text) for text in x])
     with deciding_together(model):
         torch.testing.assert_close(mlp(x), together if way["choice"] != "tokens" else alone, rtol=1e-9, atol=1e-10)
     model.train()

@@ -21,6 +21,7 @@ from mmod.methods.base import deciding_together
 from mmod.training import fit
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
+from tests.kit.recursions import cycle_by_masks
 from tests.kit.text_configs import text_config
 from tests.kit.vlm_zoo import make_language, random_words
 
@@ -67,61 +68,22 @@ def attended(layer: Any, x_ND: Tensor, source_ND: Tensor, sees_NN: Tensor, rotar
     return z + layer.mlp(layer.post_attention_layernorm(z))
 
 
-def chosen(cycle: Any, config: Recursions, x: Tensor, recursion: int, ran: list[bool], alone: bool) -> list[bool]:
-    """Choose the tokens of a recursion one by one."""
-    if not recursion:
-        return ran
-    scores = [float(x[n] @ cycle.routers[recursion].weight[0]) for n in range(len(x))]
-    if alone and config.choice == "predictor":
-        scores = cycle.predictors[recursion - 1](x[None])[0].tolist()
-    if alone:
-        return [ran[n] and scores[n] >= 0 for n in range(len(x))]
-    room = max(1, len(x) * (config.recursions - recursion) // config.recursions)
-    best = sorted((n for n in range(len(x)) if ran[n]), key=lambda n: -scores[n])[:room]
-    return [n in best for n in range(len(x))]
-
-
 def defined(model: Any, ids_N: Tensor, alone: bool) -> Tensor:
-    """Return the logits (N, V) of a text by the formulas: every token runs, and masks say who sees and keeps what."""
-    body, config, cycle = (
-        model.model,
-        methods_of(model)[0],
-        next(module for module in model.modules() if isinstance(module, Cycle)),
-    )
+    """Return the logits (N, V) of a text by the formulas."""
+    body, config, tokens = model.model, methods_of(model)[0], len(ids_N)
     assert isinstance(config, Recursions)
-    assert cycle is not None
-    x, tokens = body.embed_tokens(ids_N), len(ids_N)
-    rotary = tuple(part[0] for part in body.rotary_emb(x[None], torch.arange(tokens)[None]))
+    cycle = next(module for module in model.modules() if isinstance(module, Cycle))
+    x_ND = body.embed_tokens(ids_N)
+    rotary = tuple(part[0] for part in body.rotary_emb(x_ND[None], torch.arange(tokens)[None]))
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    x = first = attended(body.layers[0], x, x, causal, rotary)
-    runs, sources = [True] * tokens, []
-    prob = (x @ cycle.routers[0].weight.T).softmax(-1) if config.choice == "tokens" else x
-    for recursion in range(config.recursions):
-        if config.choice == "tokens":
-            runs = [int(prob[n].argmax()) >= recursion for n in range(tokens)]
-        else:
-            runs = chosen(cycle, config, x, recursion, runs, alone)
-        y = x
-        for number, layer in enumerate(cycle.shared):
-            if config.keys == "first" and not recursion:
-                sources.append(y)
-            source = sources[number] if config.keys == "first" else y
-            visible = torch.tensor(runs) if config.keys == "kept" else torch.ones(tokens, dtype=torch.bool)
-            # Somebody must be seen by those whose result is thrown away.
-            y = attended(layer, y, source, causal & (visible | ~torch.tensor(runs)[:, None]), rotary)
-        new = x.clone()
-        for n in range(tokens):
-            if config.choice == "tokens":
-                gate, last = prob[n, recursion], int(prob[n].argmax()) == recursion
-                update = gate * y[n] + (first[n] if last else 0)
-            else:
-                gate = 0.1 * torch.sigmoid(x[n] @ cycle.routers[recursion].weight[0])
-                update = x[n] + gate * y[n]
-            if runs[n]:
-                new[n] = x[n] + gate * (y[n] - x[n]) if config.adds == "change" else update
-        x = new
-    x = attended(body.layers[-1], x, x, causal, rotary)
-    logits: Tensor = model.lm_head(body.norm(x))
+
+    def causally(layer: Any, x_ND: Tensor, source_ND: Tensor, sees_NN: Tensor) -> Tensor:
+        return attended(layer, x_ND, source_ND, causal & sees_NN, rotary)
+
+    x_ND = causally(body.layers[0], x_ND, x_ND, causal)
+    x_ND = cycle_by_masks(cycle, config, x_ND, causally, alone=alone)
+    x_ND = causally(body.layers[-1], x_ND, x_ND, causal)
+    logits: Tensor = model.lm_head(body.norm(x_ND))
     return logits
 
 

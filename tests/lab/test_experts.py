@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mmod
 from mmod.analysis import flops
-from mmod.blocks import host_class
 from mmod.lab import Experts
 from mmod.lab.experts import ExpertMlp
 from mmod.lab.mixture import balance_loss
 from mmod.methods import methods_of
 from mmod.training import TrainConfig
-from tests.kit.experts import WAYS
+from tests.kit.experts import WAYS, mixture_by_loop
 from tests.kit.zoo import make_images, make_model, perturb_
 
 # Experts and routers differ.
 lively = partial(perturb_, parts=(".others.", ".router."))
-
-
-def defined(mlp: Any, config: Experts, x_BND: Tensor) -> Tensor:
-    """Return the mixture token by token, in a loop over images and experts."""
-    first = copy.deepcopy(mlp)
-    first.__class__ = host_class(mlp)
-    experts, out = [first, *mlp.others], torch.zeros_like(x_BND)
-    slots = x_BND.shape[1]
-    if config.capacity is not None:
-        slots = max(1, math.floor(config.capacity * slots / config.experts + 1e-9))
-    for image, x_ND in enumerate(x_BND):
-        prob = [(mlp.router.weight @ token).softmax(0) for token in x_ND]
-        weights: dict[tuple[int, int], Tensor] = {}
-        for expert in range(config.experts):
-            candidates = range(len(x_ND))
-            if config.choice == "tokens":
-                candidates = [n for n in candidates if int(prob[n].argmax()) == expert]
-            for n in sorted(candidates, key=lambda n: -float(prob[n][expert]))[:slots]:
-                weights[n, expert] = prob[n][expert]
-        for (n, expert), weight in weights.items():
-            total = sum(other for (m, _), other in weights.items() if m == n)
-            weight = weight / total if config.normalize else weight
-            out[image, n] += weight * experts[expert](x_ND[n][None, None])[0, 0]
-    return out
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -56,7 +30,8 @@ def test_every_mixture_by_its_definition(way: dict[str, Any]) -> None:
     mlp: Any = model.blocks[1].mlp
     x = torch.randn(2, 11, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        torch.testing.assert_close(mlp(x), defined(mlp, methods_of(model)[0], x), rtol=1e-9, atol=1e-10)
+        expected = torch.stack([mixture_by_loop(mlp, methods_of(model)[0], x_ND) for x_ND in x])
+        torch.testing.assert_close(mlp(x), expected, rtol=1e-9, atol=1e-10)
 
 
 def test_the_balance_loss_by_hand() -> None:

@@ -15,6 +15,7 @@ from mmod.analysis import flops
 from mmod.lab import Recursions
 from mmod.methods import methods_of
 from tests.kit.counting import flop_counter
+from tests.kit.recursions import cycle_by_masks
 from tests.kit.zoo import make_model
 
 WAYS = [
@@ -37,60 +38,19 @@ def cycle_of(model: Any) -> Any:
     return next(module for module in model.modules() if hasattr(module, "routers"))
 
 
-def attended(block: Any, z_BKD: Tensor, source_BND: Tensor, sees_BKN: Tensor) -> Tensor:
+def attended(block: Any, x_ND: Tensor, source_ND: Tensor, sees_NN: Tensor) -> Tensor:
     """Return what a plain ViT block makes of tokens that see some of others."""
     attn = block.attn
-    batch, slots, dim = z_BKD.shape
-    heads = (batch, -1, attn.num_heads, dim // attn.num_heads)
     weight = attn.qkv.weight.chunk(3)
     bias = [None] * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
-    q = F.linear(block.norm1(z_BKD), weight[0], bias[0]).view(heads).transpose(1, 2)
-    k, v = (F.linear(block.norm1(source_BND), weight[part], bias[part]).view(heads).transpose(1, 2) for part in (1, 2))
-    logits = (q @ k.transpose(2, 3) * attn.scale).masked_fill(~sees_BKN[:, None], -torch.inf)
-    z = z_BKD + block.ls1(attn.proj((logits.softmax(-1) @ v).transpose(1, 2).reshape(batch, slots, dim)))
-    return z + block.ls2(block.mlp(block.norm2(z)))
 
+    def heads(tokens_ND: Tensor, part: int) -> Tensor:
+        return F.linear(block.norm1(tokens_ND), weight[part], bias[part]).unflatten(1, (attn.num_heads, -1))
 
-def defined(cycle: Any, config: Recursions, x_BND: Tensor, prefix: int) -> Tensor:
-    """Return what a cycle makes of its tokens: all of them run, and masks say who sees and keeps what."""
-    count, tokens = config.recursions, x_BND.shape[1]
-    x, first = x_BND, x_BND
-    runs = torch.ones(x_BND.shape[:2], dtype=torch.bool)
-    sources: list[Tensor] = []
-    if config.choice == "tokens":
-        prob = (x_BND @ cycle.routers[0].weight.T).softmax(-1)
-        last = prob.argmax(-1)
-        last[:, :prefix] = count - 1
-    for recursion in range(count):
-        if config.choice == "tokens":
-            gate, runs = prob[..., recursion], last >= recursion
-        else:
-            score = x @ cycle.routers[recursion].weight[0]
-            gate = 0.1 * torch.sigmoid(score)
-            kept = torch.zeros_like(runs)
-            for image in range(len(x)):
-                patches = [n for n in range(prefix, tokens) if runs[image, n]]
-                patches.sort(key=lambda n: -float(score[image, n]))
-                room = max(1, prefix, tokens * (count - recursion) // count) - prefix
-                kept[image, [*range(prefix), *patches[:room]]] = True
-            runs = kept
-        y = x
-        for number, block in enumerate(cycle.shared):
-            if config.keys == "first" and not recursion:
-                sources.append(y)
-            source, visible = (sources[number], torch.ones_like(runs)) if config.keys == "first" else (y, runs)
-            # Somebody must be seen by those whose result is thrown away.
-            sees = visible[:, None] | ~runs[:, :, None]
-            y = attended(block, y, source, sees)
-        gate = gate[..., None]
-        if config.adds == "change":
-            new = x + gate * (y - x)
-        elif config.choice == "topk":
-            new = x + gate * y
-        else:
-            new = gate * y + torch.where((last == recursion)[..., None], first, 0.0)
-        x = torch.where(runs[..., None], new, x)
-    return x
+    q, k, v = (heads(tokens, part).transpose(0, 1) for part, tokens in enumerate((x_ND, source_ND, source_ND)))
+    logits = (q @ k.transpose(1, 2) * attn.scale).masked_fill(~sees_NN, -torch.inf)
+    z_ND = x_ND + block.ls1(attn.proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1)))
+    return z_ND + block.ls2(block.mlp(block.norm2(z_ND)))
 
 
 @one_way
@@ -100,7 +60,8 @@ def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str
     cycle, prefix = cycle_of(model), model.num_prefix_tokens
     x = torch.randn(3, 13, model.embed_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        actual, expected = cycle(x), defined(cycle, methods_of(model)[0], x, prefix)
+        actual = cycle(x)
+        expected = torch.stack([cycle_by_masks(cycle, methods_of(model)[0], x_ND, attended, prefix) for x_ND in x])
     # Scores of linear routers are those of fp32.
     close = 1e-5 if way["choice"] == "topk" else 1e-9
     torch.testing.assert_close(actual, expected, rtol=close, atol=close)
