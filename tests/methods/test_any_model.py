@@ -22,7 +22,9 @@ from tests.kit.conditioned_zoo import DIM, AdaLNBlock
 from tests.kit.cover import in_turn
 from tests.kit.own_vits import GRID, ROUTED, OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of
+from tests.kit.zoo import make_images, make_model
 
+TIMM = "test_vit"
 REDUCING: dict[str, Method] = {"prune": Prune(0.6, (0, 2)), "merge": Merge(3)}
 
 
@@ -31,7 +33,10 @@ def make(name: str) -> Any:
 
 
 def inputs_of(name: str, batch: int = 3) -> dict[str, Any]:
-    inputs = {"images": make_own_images(batch)} if name in ROUTED else make_pixels(name, batch)
+    if name == TIMM:
+        inputs: dict[str, Any] = {"x": make_images(name, batch)}
+    else:
+        inputs = {"images": make_own_images(batch)} if name in ROUTED else make_pixels(name, batch)
     floats = {
         key: value.double() for key, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()
     }
@@ -130,6 +135,7 @@ def _classifier(name: str, config: str, **changes: Any) -> Any:
 
 
 CLASSIFIERS = {
+    TIMM: lambda: make_model(TIMM),
     "vit": lambda: make_vision("vit"),
     "dinov2": lambda: make_vision("dinov2"),
     "videomae": lambda: make_vision("videomae"),

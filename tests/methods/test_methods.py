@@ -92,6 +92,18 @@ def test_no_image_exits_in_blocks_that_run_in_stages() -> None:
         assert torch.equal(model.norm(model.blocks[2:](x)), features)
 
 
+def test_training_deals_a_batch_out_among_exits() -> None:
+    model, images = make_model("test_vit").double().train(), make_images("test_vit", 7).double()
+    blocks = (1, 3)
+    Exit(0.5, blocks).apply_(model)
+    count = dict.fromkeys(blocks, 0)
+    for index in blocks:
+        head = model.blocks[index].exit
+        head.register_forward_hook(lambda _, args, out, index=index: count.update({index: len(out)}))
+    assert model(images).shape == (7, 7)
+    assert count == {1: 3, 3: 2}
+
+
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_checkpointing_is_refused(method: Method) -> None:
     model = method.apply_(make_model("test_vit").train())
