@@ -87,17 +87,6 @@ def open_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "advise", read_once)
 
 
-def few_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let advice on prompts try one candidate of those that are counted alike: a plan, FastV and a preset."""
-
-    def few(*arguments: Any) -> list[Candidate]:
-        names = ("searched 0.5", "as FastV", "random 0.5", "pixelprune")
-        candidates = untrained.language_candidates(*arguments)
-        return [candidate for candidate in candidates if candidate.name in names]
-
-    monkeypatch.setattr(trials, "language_candidates", few)
-
-
 def few_series(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let advice try some series of candidates alone: for tests that ask for nothing of the others."""
     known = untrained.image_series
