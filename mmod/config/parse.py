@@ -89,8 +89,9 @@ def read_config(
     if check is not None:
         check(chosen, plain)
     # Before the checks of the config, which may import torch.
-    if isinstance(plain.get("output"), str):
-        check_place(plain["output"])
+    output = plain.get("output")
+    if isinstance(output, str):
+        check_place(output)
     try:
         return from_plain(chosen, plain)
     except ValueError as error:

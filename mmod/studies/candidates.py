@@ -96,8 +96,8 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
 
 def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
-    kind_config = config_class(config.trains())
-    fields = config.fields_of_dense(_read_dense(config.dense, config.trains()))
+    kind_config = config_class(config.run_kind)
+    fields = config.fields_of_dense(_read_dense(config.dense, config.run_kind))
     dense = from_plain(kind_config, fields, "dense")
     start = fields
     if config.train_dense:

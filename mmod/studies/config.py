@@ -92,7 +92,7 @@ class StudyConfig(Checked):
     """
 
     output: str = ""
-    dense: str | dict[str, Any] = field(metadata={"config": lambda study: config_class(study.trains())})
+    dense: str | dict[str, Any] = field(metadata={"config": lambda study: config_class(study.run_kind)})
     routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -288,6 +288,8 @@ class StudyConfig(Checked):
         # Read as a file is, which converts values and names an unknown key.
         return from_plain(type(self), fields, "then")
 
+    run_kind: ClassVar[str]
+    """The kind of its runs."""
     opens_names: ClassVar[bool] = False
     """Whether the dense model's checkpoint may be a name of a hub."""
 
@@ -314,11 +316,6 @@ class StudyConfig(Checked):
                 find_weights(checkpoint)
 
     # What `candidates.py` asks, which reads the training configs.
-    @classmethod
-    def trains(cls) -> str:
-        """Return the kind of its runs."""
-        return cls.kind
-
     def fields_of_dense(self, fields: Mapping[str, object]) -> dict[str, object]:
         """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
         # Each run sets a folder of its own in place of the output.

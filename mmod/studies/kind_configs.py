@@ -38,6 +38,7 @@ class TimmStudyConfig(StudyConfig):
         maps: Sample images over which routing is drawn.
     """
 
+    run_kind: ClassVar[str] = "image"
     isoflop: Literal["scratch", "none"] = "none"
     baselines: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     rates: Annotated[list[float] | None, "(0, inf)"] = None
@@ -179,11 +180,6 @@ class FeaturesStudyConfig(TimmStudyConfig):
                 "classifier='dense' needs tune=False and processes=1: the dense model's features come first"
             )
 
-    @classmethod
-    def trains(cls) -> str:
-        """Return "image": features are those of image models."""
-        return "image"
-
     @property
     def evaluation(self) -> Mapping[str, object]:
         """Features are also told apart by what is taken and what classifies it; see `StudyConfig.evaluation`."""
@@ -230,6 +226,8 @@ class PairsStudyConfig(StudyConfig):
             A series is run once, as it is, if one of its towers sets `capacity`.
     """
 
+    run_kind: ClassVar[str] = "pairs"
+
     kind: Literal["pairs"] = "pairs"
 
     @property
@@ -265,6 +263,8 @@ class ChatStudyConfig(StudyConfig):
     """
 
     opens_names: ClassVar[bool] = True
+    run_kind: ClassVar[str] = "chat"
+
     kind: Literal["chat"] = "chat"
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False
