@@ -64,7 +64,8 @@ class RoutingConfig(Checked):
             - other registered scores, `mmod.score(name, ...)` with options, or a function from tokens (B, N, D) to
               scores (B, N).
         capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number, or one per routed block. At 0,
-            only tokens that are always kept run: prefix tokens, and text if only image tokens may be skipped.
+            only tokens that are always kept run: prefix tokens, and text if only image tokens may be skipped. Beside a
+            threshold it selects nothing: losses alone read it, as the share that training aims at.
         select: "topk" keeps the `max(1, floor(capacity * N))` highest scores of every image. "threshold", or a
             `Threshold`, keeps every token whose score reaches a threshold.
         gate: How the score of a kept token weighs the block's update: "identity", "linear", "sigmoid", "tanh", "step",
