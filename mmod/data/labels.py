@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mmod.data.corrupt import UnusableError
 from mmod.io.files import BYTE_ORDER_MARK, near_paths, parse_json, read_text
+from mmod.names import near_names
 from mmod.values import brief
 
 UNLABELLED = 255
@@ -119,11 +120,26 @@ def match_classes(own: Classes, found: Collection[str], model: ModelClasses | No
         return dataclasses.replace(own, numbers=model.numbers, present=len(set(found)), given=True, is_plain=plain)
     if not model.required:
         return own
+    free = model.numbers.keys() - set(found)
     raise ValueError(
-        f"{source} has classes that {model.origin} does not name: {some_names(unknown)}; it names "
+        f"{source} has classes that {model.origin} does not name: {beside_near(unknown, free)}; it names "
         f"{some_names(list(model.numbers))}. Rename or remove their folders or labels; to train on them, start with a "
         "new classifier, model.head='fresh'"
     )
+
+
+def beside_near(names: Iterable[str], known: Collection[str]) -> str:
+    """Return the first of some unknown names, each with the known ones that are near.
+
+    Example:
+        >>> beside_near(["circles", "dot"], {"circle", "square"})
+        'circles (near ones: circle), dot'
+    """
+    told = []
+    for name in names:
+        near = near_names(name, known)
+        told.append(f"{name} ({near})" if near else name)
+    return some_names(told)
 
 
 def some_names(names: list[str], shown: int = 5) -> str:

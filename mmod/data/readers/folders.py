@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mmod.data.labels import Classes, ModelClasses, match_classes, name_key, rank_names, some_names
+from mmod.data.labels import Classes, ModelClasses, beside_near, match_classes, name_key, rank_names, some_names
 from mmod.data.readers.images import (
     IMAGE_EXTENSIONS,
     decode_image,
@@ -114,7 +114,7 @@ class FolderSource:
         classes: The classes with the numbers of the training folder or of a model; None for images that are in no class
             folder.
         names: The class folders with images.
-        left_out: What is left out and why; empty for nothing.
+        left_out: What is left out and why, and a folder of another name than the split's; empty for nothing.
 
     Args:
         split: A folder of class folders in `root`, by its name or a common synonym; "" for `root` itself.
@@ -133,6 +133,9 @@ class FolderSource:
         folder = split_folder(root, split)
         images, reasons = _open_classes(folder, model)
         self.left_out = _note(folder, reasons)
+        if split and os.path.basename(folder) != split:
+            told = f"the split {split!r} of {root} is read from {folder}"
+            self.left_out = "; ".join(filter(None, [told, self.left_out]))
         self.names = [*rank_names(name for name in images if name)]
         if not split and self.names and _SPLITS.issuperset(self.names):
             raise ValueError(
@@ -214,9 +217,10 @@ def _own_classes(
     names = _open_classes(str(train), None)[0].keys()
     differing = [*rank_names(images.keys() - names)]
     if differing:
+        told = beside_near(differing, names - images.keys())
         raise ValueError(
-            f"{folder} and {train} have images of different classes, so labels would not agree: "
-            f"{some_names(differing)} only in one of them; list the classes in a file, data.classes"
+            f"{folder} has class folders that {train} lacks, so labels would not agree: {told}. Rename them, or list "
+            "the classes of both in a file, data.classes"
         )
     return Classes(rank_names(names), len(images), is_plain=names == images.keys(), origin=origin)
 

@@ -200,6 +200,11 @@ def test_a_split_is_a_folder_under_any_of_its_usual_names(root: Path, split: str
     assert source.place(1) == (str(root / folder / "b/0.png"), "")
 
 
+def test_a_split_of_another_name_is_said_to_be_read(root: Path) -> None:
+    assert FolderSource(str(root), "val").left_out == f"the split 'val' of {root} is read from {root}/validation"
+    assert not FolderSource(str(root), "train").left_out
+
+
 def test_no_split_is_the_folder_itself(root: Path) -> None:
     assert len(FolderSource(str(root / "odd"), "")) == 2
 
@@ -260,7 +265,13 @@ REFUSED: list[tuple[list[str], bool, dict[str, Any], str]] = [
         tree("odd/ac train/abc validation/abc"),
         False,
         {"train_split": "odd"},
-        "validation and .*odd have images of diff",
+        "validation has class folders that .*odd lacks, so labels would not agree: b",
+    ),
+    (
+        [*tree("train/ab val/a"), "val/bb/0.png"],
+        False,
+        {},
+        r"val has class folders that {root}/train lacks, .*: bb \(near ones: b\)\. Rename them, or list the classes of",
     ),
     ([*tree("train/abc val/ac"), "val/b/note.txt"], False, {}, r"without readable images: {root}/val/b\. Remove them"),
     ([*tree("train/ac val/abc"), "train/b/note.txt"], False, {}, r"without readable images: {root}/train/b\. Remove"),
