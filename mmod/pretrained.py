@@ -18,7 +18,8 @@ from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import MethodWarning, host_class
-from mmod.io.files import DamagedFileError, make_folder, near_paths, parse_json, replacing, write_atomically
+from mmod.io.files import SUMS, DamagedFileError, make_folder, near_paths, parse_json, replacing, write_atomically
+from mmod.io.sums import check_weights, write_sums
 from mmod.io.tensors import WEIGHTS, check_fits, read_header, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
 from mmod.random_state import Unfilled
@@ -42,8 +43,8 @@ def save_pretrained(
 ) -> None:
     """Save the weights of a model that `mmod` changed, and everything needed to build it again.
 
-    The folder gets `model.safetensors` and `mmod.json`; the JSON is also in the header of the weights. An interrupted
-    call leaves neither file half-written.
+    The folder gets `model.safetensors`, its checksum in `sha256.json`, and `mmod.json`; this JSON is also in the header
+    of the weights. An interrupted call leaves no file half-written.
 
     Args:
         model: A model that `timm.create_model` or open_clip made and that `mmod.route_` or `mmod.apply_` changed;
@@ -84,7 +85,10 @@ def save_pretrained(
     # Weights first: without its description a folder is not read, whatever stopped the writing.
     with replacing(folder / WEIGHTS) as weights:
         write_tensors(weights, state, {"format": "pt", KEY: text})
+        # Those of earlier weights; written again when both files are there.
+        (folder / SUMS).unlink(missing_ok=True)
         write_atomically(folder / CONFIG, text + "\n")
+    write_sums(folder, WEIGHTS)
 
 
 def load_pretrained(
@@ -109,12 +113,13 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: The folder or one of its two files does not exist.
-        ValueError: A file that `save_pretrained` did not write, of another format version, or that does not fit the
-            other file.
+        ValueError: A file that `save_pretrained` did not write, of another format version, that does not fit the
+            other file, or was damaged since.
     """
     folder = local_folder(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
         _refuse_model(model, "transformers")
+        check_weights(folder)
         loaded: nn.Module = load_transformers(folder, **options)
         # Where `device_map` has placed it, nothing moves it.
         if device is not None:
@@ -172,6 +177,7 @@ def _read_saved(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
             "what the weights were saved with, then change it with mmod.set_capacity_ or unroute_ and route_"
         )
+    check_weights(folder)
     return config, state
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import mmod
 from mmod import RoutingConfig, load_pretrained, save_pretrained
-from mmod.io.files import UnwrittenError
+from mmod.io.files import DamagedFileError, UnwrittenError
 from mmod.random_state import Unfilled
 from tests.kit.disk import small_disk
 from tests.kit.processes import run_processes
@@ -57,7 +57,24 @@ def test_round_trip(config: RoutingConfig, tmp_path: Path) -> None:
     assert not again.training
     assert mmod.routing_config(again) == config
     assert type(again) is type(model)
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["mmod.json", "model.safetensors"]
+    names = {path.name for path in (tmp_path / "new" / "folder").iterdir()}
+    assert names == {"mmod.json", "model.safetensors", "sha256.json"}
+
+
+def test_a_flipped_byte_is_told_and_weights_that_were_changed_on_purpose_are_read(tmp_path: Path) -> None:
+    save_pretrained(routed(), tmp_path)
+    save_pretrained(routed(), tmp_path, overwrite=True)
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for door in (load_pretrained, mmod.open_model):
+        with pytest.raises(
+            DamagedFileError, match=r"model\.safetensors' is damaged: it differs .* sha256\.json, which may"
+        ):
+            door(tmp_path)
+    (tmp_path / "sha256.json").unlink()
+    assert load_pretrained(tmp_path)
 
 
 def test_a_full_disk_keeps_what_was_saved_before(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ BYTE_ORDER_MARK = "\ufeff"
 SIZES = "sizes.json"
 """File beside shards with the number of samples of each, which open_clip's training program reads."""
 
+SUMS = "sha256.json"
+"""File with the checksums of a checkpoint or of a saved model, which is written last."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A file in the place of a folder exists.
 _REFUSED = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto import modeling_auto
 
 from mmod.adapters.saving import KEY
+from mmod.io.sums import check_weights
 from mmod.io.tensors import check_complete
 from mmod.names import similar
 from mmod.opening.opened import Opened, Options
@@ -51,6 +52,7 @@ def open_language(source: str, options: Options) -> Opened:
             folder = source if is_local else f"{HUB}{source}"
             model = load_pretrained(folder, **options.args)
         else:
+            check_weights(source)
             model = _auto(config).from_pretrained(source, **options.args)
     return Opened(model, f"the model of transformers in {source}", prepare)
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import DamagedFileError, near_paths
+from mmod.io.files import SUMS, DamagedFileError, near_paths
 from mmod.io.tensors import WEIGHTS
 from mmod.io.yaml import read_yaml
 from mmod.values import one_of
@@ -28,8 +28,6 @@ RESULT = "result.json"
 """File in a run folder that marks its run as finished."""
 LOCAL = "local-dir:"
 """What may stand before the folder of a model, as timm and open_clip name it."""
-SUMS = "sha256.json"
-"""Checksums of a checkpoint's files, which are written last."""
 # Each of these files describes a model, and stands in one folder with its weights.
 _DESCRIPTIONS = ("config.json", "mmod.json", "open_clip_config.json")
 _CLIP_WEIGHTS = "open_clip_model.safetensors"

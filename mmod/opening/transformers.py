@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts
 from mmod.adapters.saving import KEY
 from mmod.io.files import is_of_transformers, read_json_object
+from mmod.io.sums import check_weights
 from mmod.io.tensors import check_complete
 from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import find_weights
@@ -86,6 +87,7 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
     if not options.pretrained:
         return _with_frozen_mask(made._from_config(config, **loading)).train()
     check_complete(folder)
+    check_weights(folder)
     # Loaded at the size of the weights, and resampled to another below.
     fields = {name: value for name, value in named.items() if name != "image_size"}
     model = _with_frozen_mask(_load(folder, made, loading, fields))

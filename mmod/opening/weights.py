@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mmod.adapters import image_facts
-from mmod.io.files import DamagedFileError, read_json_object, sha256
-from mmod.io.processes import gathered, process_count, process_rank
+from mmod.io.files import DamagedFileError
+from mmod.io.processes import process_rank
+from mmod.io.sums import check_sums
 from mmod.io.tensors import check_fits, read_tensors
 from mmod.opening.foreign import STAND_INS, Unread, clean_names, select_weights
-from mmod.opening.runs import SUMS, find_weights, list_checkpoints, told_run
-
-
-def check_sums(folder: Path, *names: str, together: bool = False) -> None:
-    """Refuse files, all or those of some names or folders, that differ from their checksums; see `write_sums`."""
-    if not (folder / SUMS).is_file():
-        return
-    try:
-        sums = read_json_object(folder / SUMS)
-    except ValueError as error:
-        raise DamagedFileError(str(error)) from error
-    chosen = [name for name in sorted(sums) if not names or name in names or Path(name).parts[0] in names]
-    for name, digest in sums_of(folder, chosen, together).items():
-        if digest == sums[name]:
-            continue
-        state = "is missing" if digest is None else "differs from its checksum"
-        raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state} in {SUMS}")
-
-
-def sums_of(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
-    """Return the checksum of each file, None if it is missing."""
-    if together:
-        # Every n-th file: hashing takes as long as reading, and processes share it.
-        names = names[process_rank() :: process_count()]
-    sums: dict[str, str | None] = {}
-    for name in names:
-        file = folder / name
-        sums[name] = sha256(file) if file.is_file() else None
-    if not together:
-        return sums
-    return dict(chain.from_iterable(part.items() for part in gathered(sums)))
+from mmod.opening.runs import find_weights, list_checkpoints, told_run
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:

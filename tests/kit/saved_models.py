@@ -19,6 +19,8 @@ def edit(folder: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]
     text = json.dumps(config)
     (folder / "mmod.json").write_text(text)
     save_file(weights, folder / "model.safetensors", metadata={"mmod": text})
+    # A file of another origin has the checksums of its own weights, or none.
+    (folder / "sha256.json").unlink(missing_ok=True)
 
 
 ROUTER = "blocks.2.router.score.weight"

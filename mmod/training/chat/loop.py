@@ -22,6 +22,7 @@ from mmod.data.readers.lengths import open_checked
 from mmod.data.records import prior_of
 from mmod.io.files import replacing, write_atomically
 from mmod.io.store import Store
+from mmod.io.sums import write_sums
 from mmod.opening.runs import FINAL_MODEL
 from mmod.opening.transformers import hidden_bars
 from mmod.training.chat.config import TrainConfig
@@ -189,6 +190,7 @@ def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:
         with hidden_bars(), replacing(folder) as partial_folder:
             model.save_pretrained(partial_folder)
             trainer.processing_class.save_pretrained(partial_folder)  # type: ignore[union-attr]
+            write_sums(partial_folder)
     wait_for_all()
     return model
 

@@ -33,15 +33,15 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.io.files import UnwrittenError, writing
 from mmod.io.progress import progress_bar
 from mmod.io.stop import heeding
+from mmod.io.sums import check_sums, write_sums
 from mmod.io.tensors import tensor_names
 from mmod.losses import auxiliary_loss
 from mmod.methods import methods_of
 from mmod.opening.runs import CHECKPOINTS, checkpoint_folders, list_checkpoints
 from mmod.opening.transformers import hidden_bars
-from mmod.opening.weights import check_sums
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT
-from mmod.training.engine.checkpoint import read_newest, write_sums
+from mmod.training.engine.checkpoint import read_newest
 from mmod.training.engine.distributed import StopRequest, sum_over_processes, wait_for_all
 from mmod.training.engine.groups import OptimConfig
 from mmod.training.engine.health import RouterHealth, logged_figures, rows_of_logs, write_rows

@@ -14,11 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmod.io.files import DamagedFileError, replacing, write_json
+from mmod.io.files import DamagedFileError, replacing
 from mmod.io.processes import gathered, process_rank
+from mmod.io.sums import check_sums, write_sums
 from mmod.io.tensors import WEIGHTS, read_tensors, unshared, write_tensors
-from mmod.opening.runs import SUMS, checkpoint_folders, list_checkpoints, shards_of
-from mmod.opening.weights import check_sums, load_pickle, plain_errors, sums_of
+from mmod.opening.runs import checkpoint_folders, list_checkpoints, shards_of
+from mmod.opening.weights import load_pickle, plain_errors
 from mmod.training.engine.distributed import wait_for_all
 
 Content = TypeVar("Content")
@@ -87,15 +88,6 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
     # No process may load, or save again, before the old ones are gone.
     wait_for_all()
     return target
-
-
-def write_sums(folder: Path, *, together: bool = False) -> None:
-    """Write the checksums of the files in a folder next to them; `together` shares the work of processes."""
-    paths = sorted(folder.rglob("*"))
-    files = [path for path in paths if path.is_file() and path.name != SUMS]
-    sums = sums_of(folder, [str(path.relative_to(folder)) for path in files], together)
-    if not together or process_rank() == 0:
-        write_json(folder / SUMS, sums)
 
 
 def remove_checkpoints(folder: Path) -> None:

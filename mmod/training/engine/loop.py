@@ -27,10 +27,11 @@ from mmod.io.processes import gathered
 from mmod.io.progress import Bar, progress_bar
 from mmod.io.stop import heeding
 from mmod.io.store import Store
+from mmod.io.sums import write_sums
 from mmod.io.tables import write_csv
 from mmod.methods.base import as_evaluated, undo_training_only_
 from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS, list_checkpoints
-from mmod.training.engine.checkpoint import Checkpoint, read_newest, remove_checkpoints, save_checkpoint, write_sums
+from mmod.training.engine.checkpoint import Checkpoint, read_newest, remove_checkpoints, save_checkpoint
 from mmod.training.engine.distributed import (
     Process,
     StopRequest,

@@ -25,6 +25,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.synthetic.questions import export_questions
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
+from mmod.io.sums import write_sums
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
@@ -32,7 +33,6 @@ from mmod.training.chat.evaluate import EvalResult, answer_loss, ask, mean_over_
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_with_processor, router_parameters
 from mmod.training.chat.trainer import RunCallback, last_checkpoint
-from mmod.training.engine.checkpoint import write_sums
 from mmod.training.engine.health import FIGURES
 from mmod.training.engine.run_folder import told_start
 from mmod.training.kinds import estimate
