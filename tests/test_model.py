@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +17,6 @@ from mmod.methods.route import deciding_by
 from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
-
-
-def test_a_config_survives_json() -> None:
-    config = RoutingConfig(router="linear", capacity=(0.5, 0.25), blocks=(3, 1), losses={"membership": 0.1})
-    assert RoutingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 class TestRoute:

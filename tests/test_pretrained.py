@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from safetensors import safe_open
 from torch import nn
 
 import mmod
@@ -148,12 +147,6 @@ def test_entry_of_the_registry_loads_without_it(tmp_path: Path) -> None:
     assert config["model"]["architecture"] == "test_vit"
     x = torch.randn(IMAGE)
     assert torch.equal(load_pretrained(tmp_path)(x), model(x))
-
-
-def test_routing_stands_in_the_header_of_the_weights(tmp_path: Path) -> None:
-    save_pretrained(routed(), tmp_path)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        assert RoutingConfig.from_dict(json.loads(file.metadata()["mmod"])["methods"][0]["parts"]["image"]) == LEARNED
 
 
 def test_tied_tensors_are_stored(tmp_path: Path) -> None:

@@ -274,11 +274,6 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"input_size must be .* got Tensor \(2, 3, 32, 32\)") as error:
         flops(model, torch.zeros(2, 3, 32, 32))  # type: ignore[arg-type]
     assert len(str(error.value)) < 320
-    for size in (None, 0, (64,), (3, 64, 6.4), "64", {"x": None}, torch.zeros(3)):
-        with pytest.raises(
-            ValueError, match=r"input_size must be \(channels, height, width\), .* or arguments by name"
-        ):
-            flops(model, size)  # type: ignore[arg-type]
 
 
 def make_dual(config: type[Any], model: type[Any]) -> torch.nn.Module:
@@ -370,12 +365,9 @@ def test_products_in_any_form_are_counted_or_refused() -> None:
         flops(model, side)
 
 
-def test_report_prints_and_saves() -> None:
+def test_a_report_is_saved_and_says_what_was_added() -> None:
     report = flops(mmod.route_(make("vit")[0], mmod.RoutingConfig(router="linear")), 64)
-    text = str(report)
-    assert "blocks.3" in text
-    assert f"{report.share:.3f} of the dense FLOPs" in text
-    assert f"{report.parameters:,} parameters, {2 * 192:+,} against the dense model" in text
+    assert f"{report.parameters:,} parameters, {2 * 192:+,} against the dense model" in str(report)
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["routed"] == sum(row["routed"] for row in plain["blocks"]) + plain["rest"]["routed"]
 
@@ -408,10 +400,15 @@ def test_routing_saves_memory_for_training() -> None:
     assert report.activation_bytes < report.training_bytes
 
 
-@pytest.mark.parametrize("size", [150, (3, 160, 150), (1, 160, 160), (3, 160), 64.5, "160", 0])
+NO_SIZES = [64.5, "160", 0, None, (64,), (3, 64, 6.4), {"x": None}, torch.zeros(3)]
+
+
+@pytest.mark.parametrize("size", [150, (3, 160, 150), (1, 160, 160), (3, 160), *NO_SIZES])
 def test_images_that_a_model_cannot_take_are_refused_in_one_line(size: object) -> None:
     model = timm.create_model("test_vit")
-    with pytest.raises(ValueError, match=r"cannot take image|input_size must be") as error:
+    is_no_size = any(size is other for other in NO_SIZES)
+    message = r"input_size must be \(channels, height, width\), .* or arguments by name"
+    with pytest.raises(ValueError, match=message if is_no_size else "cannot take image") as error:
         mmod.flops(model, size)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 

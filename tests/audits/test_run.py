@@ -116,19 +116,6 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return content
 
 
-def test_progress_that_was_not_written_whole_is_dropped(half_done: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "partial.json"
-    expected = mmod.audit(**plain()).to_dict()
-    for size in (len(half_done) // 2, 10):
-        file.write_bytes(half_done[:size])
-        assert mmod.audit(**plain(), store=file).to_dict() == expected
-
-
-def test_progress_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no regular file\. Delete it"):
-        mmod.audit(**options(), store=tmp_path)
-
-
 def test_batches_that_are_done_are_passed_over_in_the_bar(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
