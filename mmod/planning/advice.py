@@ -23,7 +23,7 @@ from mmod.planning.choice import (
 from mmod.planning.early import COSINES
 from mmod.planning.samples import AGREEMENT, ALONE
 from mmod.planning.untrained import FASTER, FASTER_SHARES
-from mmod.planning.verdict import Verdict, beside_controls, guessing, verdict_of
+from mmod.planning.verdict import Verdict, beside_controls, say_guessing, verdict_of
 
 # Milliseconds of a dense pass, from `python -m scripts.gradual_size`.
 _BREAKS_EVEN = 12
@@ -160,7 +160,7 @@ class Advice:
 
     @property
     def _guessing(self) -> str:
-        return "" if self.accuracy is None else guessing(self.accuracy, self.classes, self.images)
+        return "" if self.accuracy is None else say_guessing(self.accuracy, self.classes, self.images)
 
     @property
     def code(self) -> str:
@@ -268,7 +268,7 @@ class Advice:
             *filter(None, [self._unlike_dense]),
             self._marks,
             *measured,
-            *filter(None, [self._too_small, self._losing_little or self._to_be_faster]),
+            *filter(None, [self._too_small, self._to_be_faster]),
             *filter(None, [self._beside_controls, redundancy]),
             *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
         ]
@@ -316,41 +316,35 @@ class Advice:
 
     @property
     def _to_be_faster(self) -> str:
-        """What may reach a speed that nothing tried does; empty where everything is reached, or no more is known."""
-        if self._too_small:
+        """What to try where the smallest budget of a series loses little, or no model has a speed; or empty."""
+        if self._guessing:
             return ""
         if self.faster is not None:
-            if self.best or self._guessing:
+            if self.best or self._too_small:
                 return ""
             return "Larger batches may be faster; without `faster`, more is tried."
         # A speed chooses among these series alone.
-        shares = [row.flops for row in self.rows if row.series in FASTER and row.flops is not None]
-        if self.samples != "images" or not shares:
-            return ""
-        for speed in self.recommendations[0].unreached:
-            if FASTER_SHARES[-1] / speed < _CLEARLY_SMALLER * min(shares):
-                return _smaller_at(speed)
-        return ""
-
-    @property
-    def _losing_little(self) -> str:
-        """Say how smaller budgets are tried where the smallest of a series loses little; empty where none does."""
-        if self.faster is not None or self._guessing or self.samples != "images":
-            return ""
         counted = [(row.flops, row) for row in self.rows if row.series in FASTER and row.flops is not None]
+        if self.samples != "images" or not counted:
+            return ""
         counted.sort(key=lambda pair: -pair[0])
         # The last one of each series stays.
         smallest = {row.series: (flops, row) for flops, row in counted}
         little = [(flops, row) for flops, row in smallest.values() if self._loses_little(row)]
-        if not little:
-            return ""
-        # For a speed above those that are reached, smaller budgets are tried.
-        shares, rows = zip(*little)
-        used = self.recommendations[0].used
-        reached = [row.speedup.median for row in (*rows, *filter(None, [used]))]
-        speed = (math.floor(10 * max(FASTER_SHARES[-1] / (_CLEARLY_SMALLER * min(shares)), *reached)) + 1) / 10
-        verb = "loses" if len(rows) == 1 else "lose"
-        return f"{' and '.join(row.name for row in rows)} {verb} little: {_smaller_at(speed)}"
+        if little:
+            shares, rows = zip(*little)
+            used = self.recommendations[0].used
+            reached = [row.speedup.median for row in (*rows, *filter(None, [used]))]
+            # Above the speeds that are reached.
+            speed = (math.floor(10 * max(FASTER_SHARES[-1] / (_CLEARLY_SMALLER * min(shares)), *reached)) + 1) / 10
+            verb = "loses" if len(rows) == 1 else "lose"
+            return f"{' and '.join(row.name for row in rows)} {verb} little: {_smaller_at(speed)}"
+        least, _ = counted[-1]
+        unreached = [] if self._too_small else self.recommendations[0].unreached
+        for speed in unreached:
+            if FASTER_SHARES[-1] / speed < _CLEARLY_SMALLER * least:
+                return _smaller_at(speed)
+        return ""
 
     def _loses_little(self, row: AdviceRow) -> bool:
         """Return whether a recipe changed no answer or is within the tolerance, and fewer FLOPs may make it faster."""

@@ -149,7 +149,7 @@ class Recommendation:
             tolerance, and beside it what loses least at some speeds.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
         is_unsteady: Times are uncertain, as on a busy machine, see `Table.caution`.
-        invalid: Why differences to the dense model say nothing, such as `guessing`. Nothing is advised then.
+        invalid: Why differences to the dense model say nothing, such as `say_guessing`. Nothing is advised then.
     """
 
     models: Sequence[AdviceRow]

@@ -131,7 +131,7 @@ def beside_controls(
     return " ".join(sentences[group].format(names) for group, names in named.items())
 
 
-def guessing(correct: float, classes: int | None, samples: int) -> str:
+def say_guessing(correct: float, classes: int | None, samples: int) -> str:
     """Say that a dense model is hardly better than chance; empty where it is better, or has no classes.
 
     Args:
@@ -139,7 +139,7 @@ def guessing(correct: float, classes: int | None, samples: int) -> str:
         classes: Number of classes that the model chooses from.
 
     Example:
-        >>> bool(guessing(0.27, classes=5, samples=100)), bool(guessing(0.29, classes=5, samples=100))
+        >>> bool(say_guessing(0.27, classes=5, samples=100)), bool(say_guessing(0.29, classes=5, samples=100))
         (True, False)
     """
     if classes is None or classes < 2 or not samples:

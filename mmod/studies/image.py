@@ -42,7 +42,7 @@ from mmod.planning.choice import (
     batches_of,
 )
 from mmod.planning.early import shown_front
-from mmod.planning.verdict import guessing, verdict_of
+from mmod.planning.verdict import say_guessing, verdict_of
 from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
@@ -205,7 +205,7 @@ def tell_of(
         axes=axes,
         parts=[],
         summary=summary,
-        began_by_chance=bool(_guesses(table, began, classes)),
+        began_by_chance=bool(_guessing_by(table, began, classes)),
     )
     to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
     has_intervals = any(difference.has_interval for difference in to_dense)
@@ -215,8 +215,8 @@ def tell_of(
     if not table.times and (is_repeated or has_intervals):
         return told._replace(parts=[*filter(None, [note, significance(table, score, names)])])
     candidates = {name: run.candidate for name, run in runs.items()}
-    guesses = _guesses(table, score, classes)
-    found = recommendations(table, score, measure, candidates, study.config.tolerance, guesses)
+    guessing = _guessing_by(table, score, classes)
+    found = recommendations(table, score, measure, candidates, study.config.tolerance, guessing)
     parts: list[str | MarkdownTable] = []
     if found:
         decided = verdict_of(found)
@@ -247,8 +247,8 @@ def tell_of(
     if not has_intervals or (is_by_sample and not note):
         by_sample = to_dense if is_by_sample else []
         limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
-    if guesses and not found:
-        limits.append(guesses[0].upper() + guesses[1:])
+    if guessing and not found:
+        limits.append(guessing[0].upper() + guessing[1:])
     if study.dense.precision != "fp32":
         limits.append(f"Scores are of precision {study.dense.precision}, and times of fp32.")
     if is_repeated and not has_intervals:
@@ -266,9 +266,9 @@ def _classes_of(study: Study) -> int | None:
     return image_facts(sketch(kind_of(study.dense))).classes
 
 
-def _guesses(table: Table, figure: str, classes: int | None) -> str:
-    """Say that the dense model guesses, if it does by a figure, see `mmod.planning.verdict.guessing`."""
-    return guessing(mean_of(table, figure, DENSE) / 100, classes, evaluated(table, DENSE))
+def _guessing_by(table: Table, figure: str, classes: int | None) -> str:
+    """Say that the dense model guesses, if it does by a figure, see `mmod.planning.verdict.say_guessing`."""
+    return say_guessing(mean_of(table, figure, DENSE) / 100, classes, evaluated(table, DENSE))
 
 
 def code_of(study: Study, candidates: Sequence[Candidate]) -> list[str]:
@@ -328,22 +328,22 @@ def recommendations(
     measure: str,
     candidates: Mapping[str, Candidate],
     tolerance: float = TOLERANCE,
-    guesses: str = "",
+    guessing: str = "",
 ) -> list[Recommendation]:
     """Return what to use for each size of batches, the largest first; none before models are timed.
 
     Args:
         measure: Title of the score.
-        guesses: That the dense model guesses, see `mmod.planning.verdict.guessing`.
+        guessing: That the dense model guesses, see `mmod.planning.verdict.say_guessing`.
     """
     # More images would not narrow intervals over seeds.
     is_by_sample = paired_by_sample(table, score, list(candidates))
     samples = "images" if is_by_sample else SEEDS
     trained = gain(table, score, BEFORE, DENSE)
-    harm, invalid = "", guesses
+    harm, invalid = "", guessing
     # What equals a dense model that fell may be worse than the user's, though chance lets every second one fall.
     if trained is not None and trained.high < 0:
-        invalid = guesses or _HARMED.format(change=f"{trained:+.1f}")
+        invalid = guessing or _HARMED.format(change=f"{trained:+.1f}")
     elif trained is not None and trained.value < -100 * tolerance:
         harm = f"; the dense model changed by {trained:+.1f} points in fine-tuning"
     changes = gaps(table, score, dict.fromkeys(candidates, DENSE))

@@ -32,7 +32,7 @@ from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate, untrained
 from mmod.planning import advice as advice_page
-from mmod.planning.verdict import guessing, verdict_of
+from mmod.planning.verdict import say_guessing, verdict_of
 from mmod.report.page import write_report
 from mmod.studies import image as image_studies
 from mmod.studies.candidates import baselines_of, comparison_of, training_configs
@@ -1000,7 +1000,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     monkeypatch.setattr(timing, "interleave", interleave)
     # The model is untrained, and nothing is advised for one that guesses, which is compared below.
     for module in (image_studies, advice_page):
-        monkeypatch.setattr(module, "guessing", lambda *_: "")
+        monkeypatch.setattr(module, "say_guessing", lambda *_: "")
     result = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
     assert {point.series for point in result.points} == {"dense", "pixelprune", *FITTED}
     assert "12 test images: the widest interval is" in result.table
@@ -1045,7 +1045,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
             assert 100 * change.high == pytest.approx(difference.high)
     # Both know a model that guesses by its classes, which need not stand in its config.
     for module in (image_studies, advice_page):
-        monkeypatch.setattr(module, "guessing", guessing)
+        monkeypatch.setattr(module, "say_guessing", say_guessing)
     assert str(advice.verdict).startswith("Nothing is advised: the dense model is hardly better than chance (33.3 %)")
     assert str(advice.verdict) in run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False).summary
 
