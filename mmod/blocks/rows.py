@@ -228,8 +228,10 @@ class Rows:
         self._earlier = (*self._earlier, (self._from_BND, self.z, self._among))
         assert before.joined.slot_BN is not None
         assert routing.joined.slot_BN is not None
-        # A row goes where the token went that it stands for.
-        slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
+        slot_BN = routing.joined.slot_BM
+        if slot_BN is None:
+            # A row goes where the token went that it stands for.
+            slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
         # The decision as one about the rows before, by which the way back undoes it. It is kept between blocks, and
         # torch 2.11 cannot make what `_replace` returns again after a graph of one block.
         joined = Joined(slot_BN, routing.joined.size_BK, routing.joined.all, routing.joined.bias)

@@ -6,7 +6,7 @@
 import importlib
 import pkgutil
 
-from mmod.ops.alike import nearest_rows, redundancy_scores, signed_sums, spread_evenly, unit_rows
+from mmod.ops.alike import nearest_rows, redundancy_scores, regroup_rows, signed_sums, spread_evenly, unit_rows
 from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import add_key_bias, capture_importance, capture_inputs
 from mmod.ops.context import Projection, attend_to_captured, keys_and_values, project_part

@@ -1,7 +1,7 @@
 """Decisions by cosine similarity: which rows an earlier one resembles, and which kept row each other row joins.
 
 Products of all pairs are computed in tiles, so memory grows linearly with N.
-Axes: B images, N tokens, K slots per image, D channels, E projected channels.
+Axes: B images, N tokens, M rows of groups, K slots per image, D channels, E projected channels.
 """
 
 from __future__ import annotations
@@ -372,6 +372,40 @@ def nearest_rows(
     return torch.where(real_BN, slot_BN, -1)
 
 
+def regroup_rows(
+    unit_BME: Tensor,
+    row_BN: Tensor,
+    index_BK: Tensor,
+    prefix: int = 0,
+    valid_BK: Tensor | None = None,
+    real_BM: Tensor | None = None,
+    other_BR: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the slot of the most similar kept row for every row (B, M), and for every token by its row (B, N).
+
+    Args:
+        unit_BME: Rows of norm 1 that stand for groups of tokens, see `unit_rows`.
+        row_BN: Row of each token.
+        index_BK: Token of each slot.
+        prefix: See `nearest_rows`, as for `valid_BK`.
+        real_BM: False where a row stands for no token, see `nearest_rows`.
+        other_BR: Tokens of the rows that no slot holds, see `nearest_rows`.
+
+    Example:
+        >>> unit = unit_rows(torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]]]))
+        >>> regroup_rows(unit, torch.tensor([[0, 1, 1, 2]]), torch.tensor([[0, 3]]))
+        (tensor([[0, 0, 1]]), tensor([[0, 0, 0, 1]]))
+    """
+    # Triton fuses these gathers with their neighbours. Compilers of C++ would repeat in each step those of all before.
+    if torch.compiler.is_compiling() and not exporting() and unit_BME.is_cpu:
+        return _regroup_by_tiles(unit_BME, row_BN, index_BK, prefix, valid_BK, real_BM, other_BR)
+    row_BK = row_BN.gather(1, index_BK)
+    if other_BR is not None:
+        other_BR = row_BN.gather(1, other_BR)
+    slot_BM = nearest_rows(unit_BME, row_BK, prefix, valid_BK, real_BM, other_BR)
+    return slot_BM, slot_BM.gather(1, row_BN)
+
+
 # The definitions as one operation each for compiled graphs, which gain nothing from compiling large products, for each
 # size anew.
 _redundancy_by_tiles = torch_op(
@@ -387,4 +421,12 @@ _nearest_by_tiles = torch_op(
     nearest_rows.__wrapped__,  # type: ignore[attr-defined]
     lambda unit, row, *_: row.new_empty(unit.shape[:2]),
     flops=lambda unit, row, *_, **__: 2 * unit.numel() * row.shape[1],
+)
+_regroup_by_tiles = torch_op(
+    "regroup_by_tiles",
+    "(Tensor unit, Tensor row, Tensor index, SymInt prefix, Tensor? valid, Tensor? real, Tensor? other)"
+    " -> (Tensor, Tensor)",
+    regroup_rows,
+    lambda unit, row, *_: (row.new_empty(unit.shape[:2]), row.new_empty(row.shape)),
+    flops=lambda unit, row, index, *_, **__: 2 * unit.numel() * index.shape[1],
 )

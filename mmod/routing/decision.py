@@ -1,6 +1,6 @@
 """Values that routers take and return: which tokens may be skipped, which are kept, and how they are weighed.
 
-Axes: B images or samples, N tokens, K kept slots per image or sample.
+Axes: B images or samples, N tokens, M rows of the decision before, K kept slots per image or sample.
 """
 
 from __future__ import annotations
@@ -166,12 +166,14 @@ class Joined(NamedTuple):
         size_BK: Number of tokens averaged into each slot (B, K); None if every slot holds one token.
         all: Every token receives an update, as far as shapes tell.
         bias: Bias by which a key of attention counts as the tokens of its slot (B, 1, 1, K), with `size_BK`.
+        slot_BM: Slot of each row of the decision before, where it is known of rows and not of tokens alone (B, M).
     """
 
     slot_BN: Tensor | None = None
     size_BK: Tensor | None = None
     all: bool = False
     bias: Tensor | None = None
+    slot_BM: Tensor | None = None
 
 
 @dataclass(frozen=True)

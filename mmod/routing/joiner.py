@@ -1,6 +1,6 @@
 """Which kept token every skipped one joins, where skipped tokens follow others or merge with them.
 
-Axes: B images, N tokens, K kept slots per image, D channels, E compared channels.
+Axes: B images, N tokens, M rows of the decision before, K kept slots per image, D channels, E compared channels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import Merged, RoutingConfig, spelled
-from mmod.ops import held_slots, nearest_rows, size_groups, unit_rows
+from mmod.ops import held_slots, nearest_rows, regroup_rows, size_groups, unit_rows
 from mmod.routing.decision import Joined, Routing, Rule, TokenMasks
 
 
@@ -98,43 +98,32 @@ class ToNearest(Joiner):
         if kept.order_BN is not None and filled:
             # Behind as many as there are rows stand tokens that an earlier decision has dropped.
             other_BR = kept.order_BN[:, kept.index_BK.shape[1] : rows.shape[1]]
+        slots = kept.index_BK.shape[1]
+        if slots == rows.shape[1] and rule.config.select == "topk":
+            slot_BN = None
+            if earlier is not None:
+                slot_BN = earlier.joined.slot_BN
+            return _joined(routing, slot_BN, rule, rows.dtype)
+        _check_kept(routing, rule, self.prefix)
+        if unit_BNE is None:
+            unit_BNE = unit_rows(rows, rule.config.router.channels)
         if earlier is None:
             valid_BN = routing.tokens.valid_BN
-            slot_BN = self._nearest(routing, rows, rule, kept.index_BK, other_BR, valid_BN, unit_BNE)
+            slot_BN = nearest_rows(unit_BNE, kept.index_BK, self.prefix, kept.valid_BK, valid_BN, other_BR)
             return _joined(routing, slot_BN, rule, rows.dtype)
         # Tokens merged into a token that is now dropped move with it to its new group.
         before_BN = earlier.joined.slot_BN
         assert before_BN is not None
         everyone = _joins_all(routing)
         at_BN = before_BN if everyone else before_BN.clamp(min=0)
-        slot_BK = at_BN.gather(1, kept.index_BK)
-        if other_BR is not None:
-            other_BR = at_BN.gather(1, other_BR)
-        next_BK = self._nearest(routing, rows, rule, slot_BK, other_BR, earlier.kept.valid_BK, unit_BNE)
-        if next_BK is None:
-            return _joined(routing, before_BN, rule, rows.dtype)
-        slot_BN = next_BK.gather(1, at_BN)
+        real_BM = earlier.kept.valid_BK
+        slot_BM, slot_BN = regroup_rows(unit_BNE, at_BN, kept.index_BK, self.prefix, kept.valid_BK, real_BM, other_BR)
         if not everyone:
             slot_BN = torch.where(before_BN >= 0, slot_BN, -1)
-        return _joined(routing, slot_BN, rule, rows.dtype)
-
-    def _nearest(
-        self,
-        routing: Routing,
-        rows: Tensor,
-        rule: Rule,
-        slot_BK: Tensor,
-        other_BR: Tensor | None,
-        valid: Tensor | None,
-        unit_BNE: Tensor | None,
-    ) -> Tensor | None:
-        """Return the most similar kept row of every row; None if all are kept."""
-        if slot_BK.shape[1] == rows.shape[1] and rule.config.select == "topk":
-            return None
-        _check_kept(routing, rule, self.prefix)
-        if unit_BNE is None:
-            unit_BNE = unit_rows(rows, rule.config.router.channels)
-        return nearest_rows(unit_BNE, slot_BK, self.prefix, routing.kept.valid_BK, valid, other_BR)
+        if real_BM is not None:
+            # Rows that stand for no token have no slot, which sums of filled ones alone would need.
+            slot_BM = None
+        return _joined(routing, slot_BN, rule, rows.dtype, slot_BM)
 
 
 class ToLeader(Joiner):
@@ -205,8 +194,10 @@ def _joins_all(routing: Routing) -> bool:
     return routing.kept.valid_BK is None and masks.valid_BN is None and masks.protect_BN is None
 
 
-def _joined(routing: Routing, slot_BN: Tensor | None, rule: Rule, dtype: torch.dtype) -> Routing:
-    """Return a decision whose tokens join slots (B, N), or that one if none does."""
+def _joined(
+    routing: Routing, slot_BN: Tensor | None, rule: Rule, dtype: torch.dtype, slot_BM: Tensor | None = None
+) -> Routing:
+    """Return a decision whose tokens join slots (B, N), and rows of the one before (B, M); that one if none does."""
     if slot_BN is None:
         return routing
     everyone = _joins_all(routing)
@@ -221,7 +212,7 @@ def _joined(routing: Routing, slot_BN: Tensor | None, rule: Rule, dtype: torch.d
             # The bias is a logarithm: a power of the size is a factor of it.
             bias = bias * skipped.size_power
     # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
-    joined = Joined(slot_BN, size_BK, everyone, bias)
+    joined = Joined(slot_BN, size_BK, everyone, bias, slot_BM)
     return Routing(
         routing.kept,
         routing.score_BN,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmod import ops
-from mmod.ops import nearest_rows, redundancy_scores, signed_sums, spread_evenly, tiles, unit_rows, use
+from mmod.ops import nearest_rows, redundancy_scores, regroup_rows, signed_sums, spread_evenly, tiles, unit_rows, use
 from mmod.ops.hashing import random_scores
 from tests.kit.cover import cover, in_turn
 from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, poisoned
@@ -194,14 +194,19 @@ def test_a_compiled_graph_holds_one_operation_for_the_cosines_of_all_pairs() -> 
         held.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    def decide(unit: Tensor, row: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        return redundancy_scores(unit, 1), nearest_rows(unit, row, 1, other_BR=other)
+    def decide(unit: Tensor, row: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        # Eight tokens of the six rows; token and row have one number up to the fifth.
+        again = regroup_rows(unit, torch.tensor([[0, 1, 2, 3, 4, 5, 5, 0]] * 2), row, 1, other_BR=other)
+        return redundancy_scores(unit, 1), nearest_rows(unit, row, 1, other_BR=other), *again
 
     unit, row, other = unit_rows(torch.randn(2, 6, 8)), torch.tensor([[0, 2, 5]] * 2), torch.tensor([[4, 1, 3]] * 2)
     made = torch.compile(decide, backend=backend, fullgraph=True)(unit, row, other)
     assert all(map(torch.equal, made, decide(unit, row, other)))
-    assert {"mmod.redundancy_by_tiles.default", "mmod.nearest_by_tiles.default"} <= set(held)
-    assert not any("bmm" in name for name in held)
+    names = ("redundancy_by_tiles", "nearest_by_tiles", "regroup_by_tiles")
+    assert {f"mmod.{name}.default" for name in names} <= set(held)
+    assert not any("bmm" in name or "gather" in name for name in held)
+    assert torch.equal(made[1], made[2])
+    assert torch.equal(made[3], made[1][:, [0, 1, 2, 3, 4, 5, 5, 0]])
 
 
 def test_scores_have_the_precision_of_the_rows_whatever_the_default_is() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmod import RoutingConfig, Threshold
-from mmod.ops import nearest_rows
+from mmod.ops import alike, nearest_rows
 from mmod.ops.rows import take_rows
 from mmod.routing import Router, Routing, TokenMasks
 from mmod.routing import joiner as joiner_module
@@ -60,7 +60,7 @@ def test_every_token_joins_one_that_is_kept_and_the_order_of_a_sort_changes_noth
     def all_pairs(*args: Any) -> Tensor:
         return nearest_rows(*args[:5])
 
-    with patch.object(joiner_module, "nearest_rows", all_pairs):
+    with patch.object(joiner_module, "nearest_rows", all_pairs), patch.object(alike, "nearest_rows", all_pairs):
         expected = decide(x, valid, levels, **fields)
     for routing, other in zip(together, expected, strict=True):
         leader, kept = leaders_of(routing), routing.keep_BN
