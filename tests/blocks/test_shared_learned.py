@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
+from tests.kit.oracle import reference_forward
 from tests.kit.zoo import make_model
 
 IMAGES = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -57,36 +57,8 @@ def test_it_is_the_model_whose_blocks_score_alike(changes: dict[str, Any]) -> No
         model.blocks[1].register_forward_hook(lambda *_: None)
         # Watched blocks enter and leave one by one.
         assert torch.equal(model(IMAGES), handed)
-        x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(IMAGES))))
-        scores: dict[int, Tensor] = {}
-        for index, block in enumerate(model.blocks):
-            router = getattr(block, "router", None)
-            if router is None:
-                x = block(x)
-                continue
-            if router.score is not None:
-                scores[index] = router.score(x)
-            score = scores[index if index in scores else index - 1]
-            kept = int(router.capacity * x.shape[1])
-            order = score.clone()
-            order[:, 0] = torch.inf
-            rows = order.topk(kept).indices.sort().values.unsqueeze(-1).expand(-1, -1, x.shape[2])
-            gate = mmod.ops.gate.apply_gate(score, router.config.gate.name, router.config.gate.scale)
-            gate = torch.ones_like(score) if gate is None else gate
-            z = x.gather(1, rows)
-            y = dense(block)(z)
-            z = z + gate.gather(1, rows[..., 0]).unsqueeze(-1) * (y - z)
-            x = (x * gate.unsqueeze(-1) if changes.get("skipped") == "scale" else x).scatter(1, rows, z)
-        expected = model.forward_head(model.norm(x))
+        expected = reference_forward(model, IMAGES)
     torch.testing.assert_close(handed, expected, rtol=1e-6, atol=1e-6)
-
-
-def dense(block: nn.Module) -> Callable[[Tensor], Tensor]:
-    def run(z: Tensor) -> Tensor:
-        z = z + block.ls1(block.attn(block.norm1(z)))
-        return z + block.ls2(block.mlp(block.norm2(z)))
-
-    return run
 
 
 def test_gradients_reach_the_score_from_all_blocks_with_checkpointing_too() -> None:

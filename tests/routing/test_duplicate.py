@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,16 +230,6 @@ def test_one_graph_serves_grids_of_any_size() -> None:
         with torch.compiler.set_stance(stance):
             actual = graph(pixels, 0.0, 2, torch.ones(1))
         assert all(map(torch.equal, actual, expected))
-
-
-@torch.no_grad()
-def test_a_saved_tower_is_the_same(tmp_path: Path) -> None:
-    model = route(make_model("test_vit"), "image", router={"tolerance": 3.0, "cell": 2})
-    mmod.save_pretrained(model, tmp_path)
-    loaded = mmod.load_pretrained(tmp_path)
-    images = page(96)
-    assert torch.equal(loaded(images), model(images))
-    assert mmod.routing_config(loaded).router == mmod.score("duplicate", tolerance=3.0, cell=2)
 
 
 def with_stem() -> nn.Module:

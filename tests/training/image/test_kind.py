@@ -76,13 +76,6 @@ def test_fp16_without_a_gpu_says_what_to_use(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"epochs": 1, "routing": ROUTED, "ema": EmaConfig(decay=0.5)}
-    run(tiny_config(output=tmp_path / "plain", **options))
-    run(tiny_config(output=tmp_path / "checkpointed", grad_checkpointing=True, **options))
-    assert_close(tmp_path / "plain", tmp_path / "checkpointed")
-
-
 def test_routed_checkpoint_is_distilled_from_the_dense_model_unless_told_otherwise(tmp_path: Path) -> None:
     run(tiny_config(output=tmp_path / "dense", epochs=1))
     options: dict[str, Any] = {"epochs": 1, "model": {"checkpoint": str(tmp_path / "dense")}}
