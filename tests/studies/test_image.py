@@ -6,7 +6,7 @@ import itertools
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -37,7 +37,7 @@ from mmod.report.page import write_report
 from mmod.studies import image as image_studies
 from mmod.studies.candidates import baselines_of, comparison_of, training_configs
 from mmod.studies.image import code_of, recommendations
-from mmod.studies.kind import Facts, Lines, Runs, Study, Told
+from mmod.studies.kind import Lines, Study, Told
 from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import Point, StudyResult, epochs_of, harm, significance, without_interval
@@ -425,9 +425,18 @@ def image_study(config: ImageStudyConfig) -> Study:
     return Study(image_studies.STUDY, comparison, config)
 
 
-def tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
-    """Say what follows from a table."""
-    return study.kind.tell(study, table, runs, rows, facts)
+def tell(
+    study: Study, table: Table, candidates: Iterable[Candidate], rows: Lines = (), images: Sequence[str] = ()
+) -> Told:
+    """Say what follows from a table of models that were not trained."""
+    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
+    return study.kind.tell(study, table, runs, rows, {"images": images})
+
+
+def measured(right_N: Any, before: float | None = None) -> Measured:
+    """Return the accuracy on images that are right or not, and perhaps that before fine-tuning."""
+    figures = {"top1": 100 * right_N.mean()} if before is None else {"top1": 100 * right_N.mean(), "before": before}
+    return Measured(figures, samples=len(right_N), outcomes={"top1": right_N.astype(float)})
 
 
 def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(study: ImageStudyConfig) -> None:
@@ -437,8 +446,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     lucky_N = (right_N & (np.arange(80) >= 6)) | (np.arange(80) >= 72)
     table = Table()
     for name, outcome_N in (("dense", right_N), ("lucky", lucky_N), ("same", right_N), ("chance", lucky_N)):
-        figures = {"top1": 100 * outcome_N.mean()}
-        table.add(name, 0, Measured(figures, samples=80, outcomes={"top1": outcome_N.astype(np.float32)}))
+        table.add(name, 0, measured(outcome_N))
     table.times = {
         ("image", size): {"dense": [3.0], "lucky": [2.0], "same": [2.1 if size > 1 else 3.1], "chance": [1.9]}
         for size in (1, 16)
@@ -447,29 +455,24 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     routings = {"chance": {"router": "random"}}
     controls = {"same": "chance"}
     candidates = [Candidate(one, routing=routings.get(one), control=controls.get(one)) for one in table.runs]
-    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
-    told = tell(image_study(config), table, runs, [], {"images": []})
+    told = tell(image_study(config), table, candidates)
     assert text_of(told).startswith(
         "Keep the dense model for batches of 16 for now: lucky is probably no more than 2 points worse, and 270 more "
         "images would tell. It is 1.50 times as fast, +2.5 [-7.1, +12.0] points of accuracy."
     )
     # Where the others alone are fine-tuned, differences to the dense model are also those of training.
     assert "not fine-tuned as" not in text_of(told)
-    unequal = tell(image_study(dataclasses.replace(config, tune="others")), table, runs, [], {"images": []})
+    unequal = tell(image_study(dataclasses.replace(config, tune="others")), table, candidates)
     assert "The dense model was not fine-tuned as the others were: `--tune true`" in text_of(unequal)
     # What another control than chance is compared with, and single images, have rows.
-    candidates = {name: run.candidate for name, run in runs.items()}
-    assert verdict_of(recommendations(table, "top1", "accuracy", candidates)).table.rows[1:] == [
+    named = {one.name: one for one in candidates}
+    rows = verdict_of(recommendations(table, "top1", "accuracy", named)).table.rows
+    lucky = ("lucky", "1.50", "+2.5 [-7.1, +12.0]", "probably: 270 more images would tell")
+    assert rows[1:] == [
         ("batches of 16, 1.25 times", "same", "1.43", "+0.0 [-3.4, +3.4]", "probably: 57 more images would tell"),
-        ("batches of 16, 1.5 times", "lucky", "1.50", "+2.5 [-7.1, +12.0]", "probably: 270 more images would tell"),
+        ("batches of 16, 1.5 times", *lucky),
         ("batches of 16, 2 times", "none as fast", "", "", ""),
-        (
-            "single images, 1.25 to 1.5 times",
-            "lucky",
-            "1.50",
-            "+2.5 [-7.1, +12.0]",
-            "probably: 270 more images would tell",
-        ),
+        ("single images, 1.25 to 1.5 times", *lucky),
         ("single images, 2 times", "none as fast", "", "", ""),
     ]
     # All that is named has its lines.
@@ -486,25 +489,22 @@ def test_a_table_stars_the_front(study: ImageStudyConfig) -> None:
     # GFLOPs, speed-up in batches and alone, and samples that are right of 80.
     figures = {"dense": (1.0, 1.0, 1.0, 56), "cheap": (0.27, 1.29, 0.7, 56), "slow": (0.5, 1.2, 1.1, 50)}
     for name, (gflops, speedup, alone, right) in {**figures, "chance": (0.9, 1.4, 1.4, 58)}.items():
-        outcome_N = (np.arange(80) < right).astype(float)
-        table.add(name, 0, Measured({"top1": 100 * right / 80}, samples=80, outcomes={"top1": outcome_N}))
+        table.add(name, 0, measured(np.arange(80) < right))
         rows.append({"name": name, "gflops": gflops, "speedup": speedup, "speedup_b1": alone, "top1": 100 * right / 80})
     for size, column in ((1, "speedup_b1"), (16, "speedup")):
         table.times["image", size] = {row["name"]: [3.0 / row[column]] for row in rows}
     controls = {"cheap": "chance"}
     candidates = [Candidate(name, control=controls.get(name)) for name in table.runs]
-    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
-    told = tell(image_study(config), table, runs, rows[:3], {"images": []})
+    told = tell(image_study(config), table, candidates, rows[:3])
     assert {row["name"] for row in told.rows if row["front"]} == {"cheap"}
-    whole = tell(image_study(config), table, runs, rows, {"images": []})
+    whole = tell(image_study(config), table, candidates, rows)
     assert {row["name"] for row in whole.rows if row["front"]} == {"chance"}
     # What is faster and better than all, and chooses at random, has no star, and takes none from others.
-    drawn = dataclasses.replace(runs["chance"].candidate, routing={"router": "random"})
-    runs["chance"] = dataclasses.replace(runs["chance"], candidate=drawn)
-    whole = tell(image_study(config), table, runs, rows, {"images": []})
+    candidates[-1] = Candidate("chance", routing={"router": "random"})
+    whole = tell(image_study(config), table, candidates, rows)
     assert {row["name"] for row in whole.rows if row["front"]} == {"cheap"}
     assert (list(told.summary or {})[:2], "before" in (told.summary or {})) == (["name", "front"], False)
-    tuned = tell(image_study(config), table, runs, [{**row, "before": 9.0} for row in rows], {"images": []})
+    tuned = tell(image_study(config), table, candidates, [{**row, "before": 9.0} for row in rows])
     assert "before" in (tuned.summary or {})
 
 
@@ -514,16 +514,15 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     rows = []
     # Beside what certainly loses nothing, a faster model is right on 12 of 800 more, and on many others.
     for name, speedup, lost in (("dense", 1.0, 0), ("certain", 1.3, 0), ("lucky", 1.4, 130)):
-        outcome_N = (np.arange(800) < 560).astype(float)
-        outcome_N[:lost] = 0
+        outcome_N = np.arange(800) < 560
+        outcome_N[:lost] = False
         outcome_N[658:] = lost > 0
-        table.add(name, 0, Measured({"top1": 100 * outcome_N.mean()}, samples=800, outcomes={"top1": outcome_N}))
+        table.add(name, 0, measured(outcome_N))
         rows.append({"name": name, "gflops": 1.0, "speedup": speedup, "top1": 100 * outcome_N.mean()})
     table.times = {("image", 16): {row["name"]: [3.0 / row["speedup"]] for row in rows}}
     gradual = Candidate("gradual", routing={"preset": "gradual"}, is_trained=False)
     candidates = [dataclasses.replace(gradual, name=name) for name in table.runs]
-    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
-    told = tell(image_study(config), table, runs, rows, {"images": []})
+    told = tell(image_study(config), table, candidates, rows)
     assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
     # The page has the lines of all that the table names, and those of the sentence are printed.
     assert told.recommended == ["certain", "lucky"]
@@ -537,22 +536,20 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     halved = image_study(config)
     dense = dataclasses.replace(halved.dense, precision="bf16")
     halved = halved._replace(comparison=dataclasses.replace(halved.comparison, dense=dense))
-    assert "Scores are of precision bf16, and times of fp32." in text_of(
-        tell(halved, table, runs, rows, {"images": []})
-    )
+    assert "Scores are of precision bf16, and times of fp32." in text_of(tell(halved, table, candidates, rows))
     # What may be lost is the user's to say, and no part of what is measured.
     strict = dataclasses.replace(config, tolerance=0.002)
-    told = tell(image_study(strict), table, runs, rows, {"images": []})
+    told = tell(image_study(strict), table, candidates, rows)
     assert text_of(told).startswith("Keep the dense model for batches of 16")
     assert "within 0.2 points?" in text_of(told)
     assert strict.evaluation == config.evaluation
     # Larger batches are another question: the stars and the mark are of those that are drawn.
-    larger = dataclasses.replace(table, times={**table.times, ("image", 64): {name: [3.0] for name in runs}})
-    told = tell(image_study(config), larger, runs, rows, {"images": []})
+    larger = dataclasses.replace(table, times={**table.times, ("image", 64): {name: [3.0] for name in table.runs}})
+    told = tell(image_study(config), larger, candidates, rows)
     assert text_of(told).startswith("Keep the dense model for batches of 64: ")
     assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
-    del runs["certain"], rows[1]
-    undecided = tell(image_study(config), table, runs, rows, {"images": []})
+    del candidates[1], rows[1]
+    undecided = tell(image_study(config), table, candidates, rows)
     assert not any("<- use" in text for text in (text_of(undecided), *(row["front"] for row in undecided.rows)))
 
 
@@ -563,13 +560,10 @@ def test_a_model_that_fine_tuning_made_worse_is_named_with_the_lines_of_the_untu
     config = dataclasses.replace(study, latency_batch=16, seeds=1)
     table = Table()
     for name, right in (("dense", 752), ("gradual", 750)):
-        outcome_N = (np.arange(800) < right).astype(float)
-        figures = {"top1": 100 * right / 800} if before is None else {"top1": 100 * right / 800, "before": before}
-        table.add(name, 0, Measured(figures, samples=800, outcomes={"top1": outcome_N}))
+        table.add(name, 0, measured(np.arange(800) < right, before))
     table.times = {("image", 16): {"dense": [3.0], "gradual": [2.0]}}
     candidates = [Candidate("dense"), Candidate("gradual", routing={"preset": "gradual"})]
-    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
-    text = text_of(tell(image_study(config), table, runs, [], {"images": []}))
+    text = text_of(tell(image_study(config), table, candidates))
     assert text.startswith("Use gradual for batches of 16: ")
     sentence = (
         "gradual scored higher before fine-tuning, 95.00 % against 93.75 %: untuned, it is your dense model with "
@@ -612,16 +606,13 @@ def test_a_dense_model_that_guesses_is_said_to() -> None:
     study = image_study(config)
 
     def told_of(top1: float, images: int, before: float | None = None) -> Told:
-        figures = {"top1": top1} if before is None else {"top1": top1, "before": before}
         table = Table()
         for name, right in (("dense", top1), ("fast", 2.0)):
-            outcome_N = (np.arange(images) < images * right / 100).astype(float)
-            table.add(name, 0, Measured({**figures, "top1": right}, samples=images, outcomes={"top1": outcome_N}))
+            table.add(name, 0, measured(np.arange(images) < images * right / 100, before))
         table.times = {("image", config.latency_batch): {"dense": [3.0], "fast": [2.0]}}
-        runs = {name: Run(name=name, seed=0, training=None, candidate=Candidate(name)) for name in table.runs}
-        rows = [{"name": name, "gflops": 1.0, "speedup": 1.0, "top1": 9.0} for name in runs]
-        told = tell(study, table, runs, rows, {"images": []})
-        assert told.began_by_chance == (figures.get("before", top1) < 20)
+        rows = [{"name": name, "gflops": 1.0, "speedup": 1.0, "top1": 9.0} for name in table.runs]
+        told = tell(study, table, map(Candidate, table.runs), rows)
+        assert told.began_by_chance == ((top1 if before is None else before) < 20)
         return told
 
     told = told_of(12.5, 64)
@@ -638,19 +629,15 @@ def test_a_dense_model_that_guesses_is_said_to() -> None:
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
     config = dataclasses.replace(study, latency_batch=16)
-    facts = {"images": ["Images: some"]}
     prune = Candidate("prune", methods=({"kind": "prune", "keep": 0.5, "blocks": [1]},))
     table = Table()
     # With so many images, 2.0 points are the interval of a difference at 90 %.
     for name, top1 in (("dense", 90.0), ("a", 88.0), ("b", 89.0), ("c", 85.0)):
         table.add(name, 0, Measured({"top1": top1}, samples=1729))
-    runs = {
-        name: Run(name=name, seed=0, training=None, candidate=dataclasses.replace(prune, name=name))
-        for name in table.runs
-    }
+    candidates = [dataclasses.replace(prune, name=name) for name in table.runs]
     ms = {"dense": 3.0, "a": 1.9, "b": 2.2, "c": 1.8}
     timed = dataclasses.replace(table, times={("image", 16): {name: [time] for name, time in ms.items()}})
-    told = tell(image_study(config), timed, runs, [], facts)
+    told = tell(image_study(config), timed, candidates, images=["Images: some"])
     lines = [re.sub("-{3,}", "-", re.sub(" +", " ", line)) for line in text_of(told).splitlines()]
     assert lines == [
         "No interval tells what is within 2 points for batches of 16: these lose least by their means.",
@@ -677,9 +664,9 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     ):
         few = dataclasses.replace(timed, runs={name: {0: Measured({score: dense}, samples=20)} for name in ms})
         scored = image_study(config)._replace(config=dataclasses.replace(config, score=score))
-        few_told = tell(scored, few, runs, [], facts)
+        few_told = tell(scored, few, candidates)
         assert re.search(limit, text_of(few_told))
-    untold = tell(image_study(config), table, runs, [], facts)
+    untold = tell(image_study(config), table, candidates)
     assert (text_of(untold), untold.recommended, untold.code) == (significance(table, "top1", list(ms)), (), ())
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
@@ -701,8 +688,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     # Seeds say nothing where nothing is trained, nor of other dense models.
     loaded = dataclasses.replace(image_study(config).comparison, train_dense=False, train=None)
     fixed = image_study(config)._replace(comparison=loaded)
-    assert text_of(tell(fixed, timed, runs, [], facts)).endswith("are needed to tell one point from chance.")
-    assert "--seeds" not in text_of(tell(fixed, table, runs, [], facts))
+    assert text_of(tell(fixed, timed, candidates)).endswith("are needed to tell one point from chance.")
+    assert "--seeds" not in text_of(tell(fixed, table, candidates))
 
 
 UNTUNED = {"tune": False}
