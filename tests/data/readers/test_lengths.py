@@ -224,7 +224,6 @@ def test_a_long_check_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "max_length=50" in check(50)
     assert calls, "another length is another check"
     calls.clear()
-    calls.clear()
     assert check() == first
     assert "max_length=50" in check(50)
     assert not calls, "both are kept"
