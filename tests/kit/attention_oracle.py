@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,3 +74,20 @@ def full_map(
     if mask is not None:
         score = score.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else score + mask
     return score.softmax(-1)
+
+
+def attention_of(
+    block: Any, x_ND: Tensor, bias: float | Tensor = 0.0, source_ND: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the update of the attention of a plain timm block, and each head's queries and keys (H, N, E).
+
+    Args:
+        bias: Added to the scores of all heads, (N,) by key or (N, N) by query and key.
+        source_ND: The tokens that are attended to; None for the tokens themselves.
+    """
+    q_HNE, k_HNE, v_HNE = (
+        block.attn.qkv(block.norm1(rows_ND)).unflatten(1, (3, block.attn.num_heads, -1)).permute(1, 2, 0, 3)[part]
+        for part, rows_ND in enumerate((x_ND, *[x_ND if source_ND is None else source_ND] * 2))
+    )
+    share_HNN = (q_HNE @ k_HNE.mT * k_HNE.shape[-1] ** -0.5 + bias).softmax(dim=-1)
+    return block.ls1(block.attn.proj((share_HNN @ v_HNE).transpose(0, 1).flatten(1))), q_HNE, k_HNE

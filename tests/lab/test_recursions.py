@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import mmod
 from mmod.analysis import flops
 from mmod.lab import Recursions
 from mmod.methods import methods_of
+from tests.kit.attention_oracle import attention_of
 from tests.kit.counting import flop_counter
 from tests.kit.recursions import cycle_by_masks
 from tests.kit.zoo import make_model
@@ -40,16 +40,7 @@ def cycle_of(model: Any) -> Any:
 
 def attended(block: Any, x_ND: Tensor, source_ND: Tensor, sees_NN: Tensor) -> Tensor:
     """Return what a plain ViT block makes of tokens that see some of others."""
-    attn = block.attn
-    weight = attn.qkv.weight.chunk(3)
-    bias = [None] * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
-
-    def heads(tokens_ND: Tensor, part: int) -> Tensor:
-        return F.linear(block.norm1(tokens_ND), weight[part], bias[part]).unflatten(1, (attn.num_heads, -1))
-
-    q, k, v = (heads(tokens, part).transpose(0, 1) for part, tokens in enumerate((x_ND, source_ND, source_ND)))
-    logits = (q @ k.transpose(1, 2) * attn.scale).masked_fill(~sees_NN, -torch.inf)
-    z_ND = x_ND + block.ls1(attn.proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1)))
+    z_ND = x_ND + attention_of(block, x_ND, sees_NN.to(x_ND.dtype).log(), source_ND)[0]
     return z_ND + block.ls2(block.mlp(block.norm2(z_ND)))
 
 

@@ -13,6 +13,7 @@ import mmod
 from mmod.lab import calibrate_thresholds
 from mmod.planning.schedules import falling
 from mmod.routing import Router
+from tests.kit.attention_oracle import attention_of
 from tests.kit.zoo import make_model
 
 SIDE = 80
@@ -31,18 +32,6 @@ def decided(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Any]:
     with torch.no_grad(), mmod.trace(model) as decisions:
         out = model(images)
     return out, torch.stack([routing.keep_BN.sum(1) for routing in decisions.values()]), decisions
-
-
-def shared_attention(block: Any, rows: Tensor, sizes: list[int], power: float) -> Tensor:
-    """Return the update of the attention, in which a key counts as a power of its group's size."""
-    attention = block.attn
-    q, k, v = attention.qkv(block.norm1(rows)).unflatten(1, (3, attention.num_heads, -1)).unbind(1)
-    heads = []
-    for head in range(attention.num_heads):
-        logits = q[:, head] @ k[:, head].T * attention.scale
-        weights = torch.tensor(sizes, dtype=rows.dtype) ** power * logits.exp()
-        heads.append(weights / weights.sum(1, keepdim=True) @ v[:, head])
-    return attention.proj(torch.cat(heads, 1))
 
 
 def regrouped(rows: Tensor, groups: list[list[int]], threshold: float) -> list[list[int]]:
@@ -81,7 +70,8 @@ def merged_by_hand(model: Any, image: Tensor, config: mmod.RoutingConfig) -> tup
         return torch.stack([tokens[group].mean(0) for group in groups])
 
     for number, block in enumerate(model.blocks):
-        tokens = add(shared_attention(block, rows(), [len(group) for group in groups], config.skipped.size_power))
+        size_N = torch.tensor([len(group) for group in groups], dtype=tokens.dtype)
+        tokens = add(attention_of(block, rows(), config.skipped.size_power * size_N.log())[0])
         if thresholds.get(number, earlier) != earlier:
             groups = regrouped(rows(), groups, thresholds[number])
             earlier = thresholds[number]

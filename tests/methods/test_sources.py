@@ -15,6 +15,7 @@ from open_clip.transformer import VisionTransformer
 from torch import Tensor
 
 from mmod.methods import Merge, Prune
+from tests.kit.attention_oracle import attention_of
 from tests.kit.cover import cover, in_turn
 from tests.kit.zoo import make_images, make_model
 
@@ -34,23 +35,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def attention(block: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the update of attention to tokens of some sizes, and each head's queries and keys (H, N, E)."""
-    attn, (tokens, dim) = block.attn, x.shape
-    qkv = attn.qkv(block.norm1(x)).reshape(tokens, 3, attn.num_heads, dim // attn.num_heads)
-    query, key, value = qkv.permute(1, 2, 0, 3)
-    logits = query @ key.transpose(1, 2) / math.sqrt(key.shape[-1]) + torch.tensor(sizes, dtype=x.dtype).log()
-    mixed = (logits.softmax(dim=-1) @ value).transpose(0, 1).reshape(tokens, dim)
-    return block.ls1(attn.proj(mixed)), query, key
-
-
 def logits(model: Any, image: Tensor, step: Step) -> Tensor:
     """Return a model's answer to an image where tokens change between attention and MLP."""
     x = list(model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0])
     sizes = [1] * len(x)
     for number, block in enumerate(model.blocks):
         tokens = torch.stack(x)
-        update, query, key = attention(block, tokens, sizes)
+        update, query, key = attention_of(block, tokens, torch.tensor(sizes, dtype=tokens.dtype).log())
         x, sizes = step(number, list(tokens + update), sizes, query, key)
         tokens = torch.stack(x)
         x = list(tokens + block.ls2(block.mlp(block.norm2(tokens))))
