@@ -259,8 +259,7 @@ class Recommendation:
                 condition = ", if an idle machine confirms its speed"
             elif named.speedup.shown.median < _HARDLY:
                 condition = ", though it is hardly faster"
-            use = f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}."
-            return f"{use}{self._undecided_by_speed}"
+            return f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}."
         if self.speed is None:
             return (
                 f"Keep the dense model for {self.where} for now: {named.label} is probably no more than "
@@ -297,29 +296,6 @@ class Recommendation:
             f'Even a recipe that changes no answer is a "yes" only from {least:,} {self.samples} on; these are '
             f"{number:,}.{gaining}"
         )
-
-    @property
-    def _undecided_by_speed(self) -> str:
-        """Say between which models the quartiles of speeds leave the choice open; empty where they do not."""
-        models = self._within
-        if self.speed is not None:
-            models = [model for model in self._advised if keeps(model.loss, self.tolerance)]
-        fastest = max(models, key=lambda model: model.speedup.median)
-        if self.speed is None:
-            low, high = fastest.speedup.low, fastest.speedup.high
-        else:
-            low = high = self.speed
-        # As fast at the worse end of their speeds, and at the better one. What is used is so by the medians.
-        surely = [model for model in models if model is fastest or NOISE * model.speedup.low >= high]
-        perhaps = [model for model in models if NOISE * model.speedup.high >= low]
-        one = min(surely, key=lambda model: model.order)
-        other = min(perhaps, key=lambda model: model.order)
-        if one.shown_worst == other.shown_worst:
-            return ""
-        spread = "is within the spread of the times."
-        if self.used is not None and other.name == self.used.name:
-            return f" Whether it is as fast as {one.label}, which loses more at worst, {spread}"
-        return f" {other.label} loses less at worst: whether it is as fast {spread}"
 
     @property
     def _kept(self) -> str:
