@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.routing.score.redundancy import RedundancyScore
+from tests.kit.attention_oracle import attention_of, full_map
 from tests.kit.zoo import ZOO, make_images, make_model
 
 FALLING = {1: 0.8, 2: 0.8, 3: 0.4}
@@ -61,13 +62,6 @@ def merged(x: Tensor, slot_of: list[int], size: list[float]) -> tuple[Tensor, li
     return torch.stack(means), sizes
 
 
-def received(block: nn.Module, x: Tensor) -> Tensor:
-    """Return the mean attention that each token receives in a block, the class token always most."""
-    query, key, _ = block.attn.qkv(block.norm1(x)).view(len(x), 3, block.attn.num_heads, -1).permute(1, 2, 0, 3)
-    score = (query @ key.transpose(1, 2) / query.shape[-1] ** 0.5).softmax(-1).mean((0, 1))
-    return score.index_fill(0, torch.tensor(0), torch.inf)
-
-
 def joins(x: Tensor, score: Tensor, keep: int) -> tuple[list[int], list[int]]:
     """Return the kept rows, and the slot of each row: that of the kept one most like it, none of the prefix."""
     kept = sorted(sorted(range(len(x)), key=lambda row: (-float(score[row]), row))[:keep])
@@ -87,9 +81,10 @@ def by_loop(model: nn.Module, image: Tensor, router: str) -> Tensor:
     x, size, undone, score = recorded[0][0], None, [], torch.empty(0)
     tokens = len(x)
     for index, block in enumerate(model.blocks):
-        mask = None if size is None else torch.tensor(size).log().to(x)[None, None, None]
-        score = received(block, x) if index == min(FALLING) else score
-        x = x + block.ls1(block.attn(block.norm1(x[None]), attn_mask=mask))[0]
+        update, query, key = attention_of(block, x, 0.0 if size is None else torch.tensor(size).log().to(x))
+        if index == min(FALLING):
+            score = full_map(query[None], key[None])[0].mean((0, 1)).index_fill(0, torch.tensor(0), torch.inf)
+        x = x + update
         keep = int(tokens * FALLING.get(index, 2))
         if keep < len(x):
             score = score if router == "attention" else RedundancyScore(1)(x[None])[0]
