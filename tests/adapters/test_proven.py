@@ -235,13 +235,12 @@ def test_loading_reads_the_proof_instead_of_a_trial(tmp_path: Path, monkeypatch:
     assert list(mmod.routed_blocks(mmod.load_pretrained(tmp_path))) == ["vit.layers.2"]
 
 
-@pytest.mark.parametrize("name", ROUTED)
-def test_a_model_of_ones_own_class_is_saved_and_put_on_a_dense_one(name: str, tmp_path: Path) -> None:
-    model = mmod.route_(make(name), mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1, 3)))
-    inputs = inputs_of(name, 2)
+def test_a_model_of_ones_own_class_is_saved_and_put_on_a_dense_one(tmp_path: Path) -> None:
+    model = mmod.route_(make("einsum"), mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1, 3)))
+    inputs = inputs_of("einsum", 2)
     mmod.save_pretrained(model, tmp_path)
     torch.manual_seed(7)
-    dense: Any = ROUTED[name]()
+    dense: Any = ROUTED["einsum"]()
     # The same code under another name, as a class of a script that another script imports.
     dense.__class__ = type("Renamed", (OwnViT,), {})
     loaded = mmod.load_pretrained(tmp_path, model=dense)
