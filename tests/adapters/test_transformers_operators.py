@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmod
 from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of
-from mmod.blocks import parameters_of
 from tests.kit.cover import in_turn
 from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
+from tests.kit.operators import Layers, weighed
 from tests.kit.vlm_types import SMALL
 from tests.kit.vlm_zoo import (
     APART,
@@ -38,22 +38,6 @@ SEEING = ("gemma3-vision", "paligemma")
 NORMED = ("gemma2", "gemma3")
 
 
-class Layers:
-    """Record what routed layers were given and returned, and with which arguments."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.recorded: dict[str, tuple[Tensor, dict[str, Any], Tensor]] = {}
-        for name, block in mmod.routed_blocks(model).items() if mmod.is_routed(model) else ():
-            block.register_forward_hook(self._of(name), with_kwargs=True)
-
-    def _of(self, name: str) -> Any:
-        def record(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
-            named = dict(zip(list(parameters_of(module))[1:], args[1:]))
-            self.recorded[name] = args[0].detach(), {**named, **kwargs}, out.detach()
-
-        return record
-
-
 def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], arguments: dict[str, Any]) -> Tensor:
     """Return a routed layer's output by the definition: the dense layer with its mask, and a hook on a branch."""
     operator, context = way
@@ -66,23 +50,8 @@ def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], 
     if context == "kept" and operator != "mlp":
         pairs = pairs & keep[:, None, None, :]
     bias = torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)
-    chosen = keep.unsqueeze(-1)
-    gate = torch.ones_like(x[..., :1])
-    if routing.gate_BK is not None:
-        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
-
-    def weigh(module: nn.Module, args: Any, output: Any) -> Any:
-        update = output[0] if isinstance(output, tuple) else output
-        update = torch.where(chosen, gate * update, 0)
-        return (update, *output[1:]) if isinstance(output, tuple) else update
-
-    arguments = {**arguments, "attention_mask": bias}
-    if operator == "block":
-        return torch.where(chosen, x + gate * (layer(x, **arguments) - x), x)
-    handle = layer.get_submodule({"attention": "self_attn"}.get(operator, operator)).register_forward_hook(weigh)
-    y: Tensor = layer(x, **arguments)
-    handle.remove()
-    return y
+    branch = {"block": None, "attention": "self_attn"}.get(operator, operator)
+    return weighed(layer, x, routing, branch, {**arguments, "attention_mask": bias})
 
 
 def check_definition(model: Any, batch: dict[str, Any], way: tuple[str, str], error: float = 1e-9) -> None:
@@ -236,7 +205,7 @@ def test_frozen_image_tokens_stay_as_they_are_and_are_read() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_the_definition(way: tuple[str, str]) -> None:
+def test_recomputed_layers_have_the_same_gradients(way: tuple[str, str]) -> None:
     config = LINEAR.replace(operator=way[0], context=way[1])
     batch, grads = doubled(prompt("llava", (1, 2))), []
     for checkpointing in (False, True):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mmod
 from tests.kit import clip_zoo
 from tests.kit.cover import in_turn
+from tests.kit.operators import Layers, weighed
 from tests.kit.zoo import PLAIN, ZOO, make_images, make_model
 
 WAYS = [("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
@@ -19,31 +19,13 @@ OTHERS = ["vit_base_patch16_rpn_224", "vit_base_patch16_xp_224", "vit_small_patc
 
 
 def defined(block: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], arguments: dict[str, Any]) -> Tensor:
-    """Return a routed block's output: both branches for all tokens, with masks, and a choice."""
-    operator = way[0]
-    keep, chosen = routing.keep_BN, routing.keep_BN.unsqueeze(-1)
+    """Return a routed block's output: the dense block with its mask, and a hook on a branch."""
     arguments = {name: value for name, value in arguments.items() if value is not None and value is not False}
     if way == ("attention", "kept"):
         name = "shared_rel_pos_bias" if "shared_rel_pos_bias" in arguments else "attn_mask"
-        bias = torch.zeros_like(x[:, None, :, 0]).masked_fill(~keep[:, None], torch.finfo(x.dtype).min)
+        bias = torch.zeros_like(x[:, None, :, 0]).masked_fill(~routing.keep_BN[:, None], torch.finfo(x.dtype).min)
         arguments[name] = arguments.get(name, 0) + bias[:, :, None].expand(-1, 1, x.shape[1], -1)
-    gate = torch.ones_like(x[..., :1])
-    if routing.gate_BK is not None:
-        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
-    scale = [getattr(block, f"gamma_{place}", None) for place in (1, 2)]
-    layer_scale = [getattr(block, f"ls{place}", nn.Identity()) for place in (1, 2)]
-    for place in (0, 1):
-        update = block.mlp(block.norm2(x)) if place else block.attn(block.norm1(x), **arguments)
-        update = layer_scale[place](update)
-        update = update if scale[place] is None else scale[place] * update
-        x = x + (torch.where(chosen, gate * update, 0) if place == (operator == "mlp") else update)
-    return x
-
-
-def record(
-    recorded: dict[str, Any], place: str, block: nn.Module, args: Any, arguments: dict[str, Any], out: Tensor
-) -> None:
-    recorded[place] = args[0], arguments, out
+    return weighed(block, x, routing, "mlp" if way[0] == "mlp" else "attn", arguments)
 
 
 @pytest.mark.parametrize(("name", "way"), in_turn(PLAIN, WAYS))
@@ -55,13 +37,11 @@ def test_every_block_by_its_definition(name: str, way: tuple[str, str]) -> None:
         fields: dict[str, Any] = {"router": "random", "blocks": (1, 2), **options}
         config = mmod.RoutingConfig(**fields, operator=way[0], context=way[1])
         model = mmod.route_(make_model(name).double(), config)
-        recorded: dict[str, Any] = {}
-        for place, block in mmod.routed_blocks(model).items():
-            block.register_forward_hook(functools.partial(record, recorded, place), with_kwargs=True)
+        layers = Layers(model)
         with torch.no_grad(), mmod.trace(model) as decisions:
             model(images)
         mmod.unroute_(model)
-        for place, (x, arguments, out) in recorded.items():
+        for place, (x, arguments, out) in layers.recorded.items():
             with torch.no_grad():
                 expected = defined(model.get_submodule(place), x, decisions[place], way, arguments)
             torch.testing.assert_close(out, expected, rtol=1e-7, atol=1e-9)
