@@ -342,7 +342,8 @@ def pass_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     # Neither by module nor with memory or decisions, which would take half as long again.
     counted = _FlopCount()
     counted.running.add("")
-    with torch.no_grad(), _WithoutMaps(), counted:
+    # Hosts may make positions in their forward without saying where.
+    with torch.no_grad(), torch.device("meta"), _WithoutMaps(), counted:
         run_model(model, inputs)
     return counted.flops[""]
 

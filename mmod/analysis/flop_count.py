@@ -21,7 +21,6 @@ from mmod.analysis.counting import (
     by_data,
     count_pass,
     meta_copy,
-    pass_flops,
     run_model,
     to_meta,
     training_bytes,
@@ -423,17 +422,6 @@ def _importance(name: str, block: nn.Module, baseline: int, dense: PassCounts, r
     # Its attention comes before the decision and runs on all tokens, as in the dense model.
     attention = f"{name}.{block.mod_state.call.operators['attention']}"
     return routed.flops[attention] - dense.flops[attention]
-
-
-def inference_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Return `flops(...).routed` of a model whose cost does not depend on the data, by one pass on the meta device.
-
-    Args:
-        inputs: Its arguments by name, without data; those of a model of images are `{"image": image}`.
-    """
-    # Hosts may make positions in their forward without saying where.
-    with torch.device("meta"):
-        return pass_flops(meta_copy(model), inputs)
 
 
 def _fix_shares(deciding: Mapping[str, Deciding], kept: Shares, free: int = 0) -> dict[str, float]:

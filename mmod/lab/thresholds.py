@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.analysis import flops, trace
-from mmod.analysis.flop_count import inference_flops
+from mmod.analysis.counting import meta_copy, pass_flops
 from mmod.analysis.modes import in_mode
 from mmod.blocks import RoutedBlock
 from mmod.config import RoutingConfig, Threshold, preset, rescaled
@@ -106,7 +106,7 @@ def _scaled(model: nn.Module, shape: RoutingConfig, stack: BlockStack, image: Te
 
     def share(mean: float) -> float:
         with routed(model, "image", at(mean)):
-            return inference_flops(model, {"image": image}) / report.dense
+            return pass_flops(meta_copy(model), {"image": image}) / report.dense
 
     # Every block keeps a token beside the prefix, which others can join; capacities are rounded.
     least = (stack.prefix + 1.1) / (tokens * min(capacities))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, patch_grid, watch_grid
 from mmod.adapters.images import resized
-from mmod.analysis.counting import by_data
-from mmod.analysis.flop_count import flops, inference_flops
+from mmod.analysis.counting import by_data, meta_copy, pass_flops
+from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.table import Measured
@@ -148,7 +148,7 @@ class Images:
         # A model of one's own may read values of images, and a count has none.
         with suppress(NotImplementedError, RuntimeError, AssertionError, ValueError):
             if not by_data(counted):
-                return Costs(inference_flops(counted, inputs), None)
+                return Costs(pass_flops(meta_copy(counted), inputs), None)
             return Costs(flops(counted, size, self._kept_shares(counted, model)).routed, None)
         return Costs(None, None)
 

@@ -101,9 +101,7 @@ def image_candidates(
             return flops(model.get_submodule(path), size).routed
         changed = copy_of(sketch)
         candidate.apply_(changed, part, depth)
-        # Hosts may make positions in their forward without saying where.
-        with torch.device("meta"):
-            return pass_flops(changed.get_submodule(path), inputs)
+        return pass_flops(changed.get_submodule(path), inputs)
 
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)

@@ -17,8 +17,8 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, image_output
-from mmod.analysis.counting import by_data
-from mmod.analysis.flop_count import flops, inference_flops
+from mmod.analysis.counting import by_data, meta_copy, pass_flops
+from mmod.analysis.flop_count import flops
 from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.loader import BatchStream, evaluation_fields, image_stream
 from mmod.methods import Method, methods_of
@@ -231,7 +231,7 @@ def _flops(model: nn.Module, shape: tuple[int, int, int], kept: Mapping[str, flo
     if by_data(model):
         return flops(model, shape, kept=kept).routed
     image = torch.empty(1, *shape, dtype=next(model.parameters()).dtype, device="meta")
-    return inference_flops(model, {"image": image})
+    return pass_flops(meta_copy(model), {"image": image})
 
 
 def sample_images(config: TrainConfig, count: int) -> Tensor:
