@@ -120,10 +120,10 @@ class ToNearest(Joiner):
         slot_BM, slot_BN = regroup_rows(unit_BNE, at_BN, kept.index_BK, self.prefix, kept.valid_BK, real_BM, other_BR)
         if not everyone:
             slot_BN = torch.where(before_BN >= 0, slot_BN, -1)
-        if real_BM is not None:
-            # Rows that stand for no token have no slot, which sums of filled ones alone would need.
-            slot_BM = None
-        return _joined(routing, slot_BN, rule, rows.dtype, slot_BM)
+        if real_BM is None:
+            return _joined(routing, slot_BN, rule, rows.dtype, slot_BM)
+        # Rows that stand for no token have no slot, though every token may have one.
+        return _joined(routing, slot_BN, rule, rows.dtype)
 
 
 class ToLeader(Joiner):
