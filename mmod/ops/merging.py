@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmod.ops.backend import Kernel, kernel_op, op, transforming
+from mmod.ops.backend import Kernel, exporting, kernel_op, op, torch_op, transforming
 from mmod.ops.rows import flat_rows, take_rows
 
 
@@ -153,11 +153,30 @@ def size_groups(
         >>> size_groups(torch.tensor([[0, 0, 1, -1]]), 2)
         (tensor([[2., 1.]]), tensor([[[[0.6931, 0.0000]]]]))
     """
+    # Triton fuses these with their neighbours; C++ is compiled for every size anew.
+    if torch.compiler.is_compiling() and not exporting() and slot_BN.is_cpu:
+        return _sizes_in_graph(slot_BN, slots, dtype, all_join)
     size_BK = group_sizes(slot_BN, slots, all_join=all_join)
     # Of an empty slot the logarithm of 1, which is 0.
     counted_BK = size_BK if all_join else size_BK.clamp(min=1)
     # The logarithm of a size added to a key's score makes it count as so many equal keys.
     return size_BK, _aligned(counted_BK.log().to(dtype))
+
+
+def _run_sizes(slot: Tensor, slots: int, dtype: torch.dtype, all_join: bool) -> tuple[Tensor, Tensor]:
+    sizes: tuple[Tensor, Tensor] = size_groups(slot, slots, dtype, all_join=all_join)
+    return sizes
+
+
+_sizes_in_graph = torch_op(
+    "sizes_in_graph",
+    "(Tensor slot, SymInt slots, ScalarType dtype, bool all_join) -> (Tensor, Tensor)",
+    _run_sizes,
+    lambda slot, slots, dtype, all_join: (
+        slot.new_empty(slot.shape[0], slots, dtype=torch.float32),
+        slot.new_empty(slot.shape[0], 1, 1, slots, dtype=dtype),
+    ),
+)
 
 
 @op(

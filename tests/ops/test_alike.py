@@ -187,7 +187,7 @@ def test_a_decision_among_many_tokens_takes_memory_linear_in_their_number() -> N
     assert ops.group_sizes(slot, 8192).sum() == 16385
 
 
-def test_a_compiled_graph_holds_one_operation_for_the_cosines_of_all_pairs() -> None:
+def test_a_compiled_graph_holds_one_operation_for_each_part_of_a_decision_among_groups() -> None:
     held: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -197,12 +197,13 @@ def test_a_compiled_graph_holds_one_operation_for_the_cosines_of_all_pairs() -> 
     def decide(unit: Tensor, row: Tensor, other: Tensor) -> tuple[Tensor, ...]:
         # Eight tokens of the six rows; token and row have one number up to the fifth.
         again = regroup_rows(unit, torch.tensor([[0, 1, 2, 3, 4, 5, 5, 0]] * 2), row, 1, other_BR=other)
-        return redundancy_scores(unit, 1), nearest_rows(unit, row, 1, other_BR=other), *again
+        sizes = ops.size_groups(again[1], 3, all_join=True)
+        return redundancy_scores(unit, 1), nearest_rows(unit, row, 1, other_BR=other), *again, *sizes
 
     unit, row, other = unit_rows(torch.randn(2, 6, 8)), torch.tensor([[0, 2, 5]] * 2), torch.tensor([[4, 1, 3]] * 2)
     made = torch.compile(decide, backend=backend, fullgraph=True)(unit, row, other)
     assert all(map(torch.equal, made, decide(unit, row, other)))
-    names = ("redundancy_by_tiles", "nearest_by_tiles", "regroup_by_tiles")
+    names = ("redundancy_by_tiles", "nearest_by_tiles", "regroup_by_tiles", "sizes_in_graph")
     assert {f"mmod.{name}.default" for name in names} <= set(held)
     assert not any("bmm" in name or "gather" in name for name in held)
     assert torch.equal(made[1], made[2])
