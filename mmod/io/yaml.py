@@ -72,7 +72,10 @@ def parse_yaml(text: str, source: str = "the value") -> object:
         line = ""
         if mark is not None:
             line = f", line {mark.line + 1}"
-        raise ValueError(f"{source}{line}: {error.problem or error.context}") from error
+        advice = ""
+        if "'\\t'" in str(error.problem):
+            advice = ": YAML is indented by spaces"
+        raise ValueError(f"{source}{line}: {error.problem or error.context}{advice}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
 

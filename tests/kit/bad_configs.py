@@ -289,6 +289,10 @@ FILES = [
     (BASE + "epochs: " + "9" * 5000, "is no YAML"),
     (BASE + "\x07", "is no YAML: unacceptable character"),
     (BASE + "? [a]\n: 1\n", "config.yaml, line 4: found unhashable key"),
+    (
+        BASE + "optim:\n\tlr: 1\n",
+        "config.yaml, line 5: found character '\\t' that cannot start any token: YAML is inde",
+    ),
     (BASE + "1: 2\n", "unknown config key '1'; valid keys at the top level"),
     (BASE + "optim: {lrr: 1}\n", "unknown config key 'optim.lrr'; near ones: lr"),
     (BASE + "optim: 3\n", "optim must be"),

@@ -32,7 +32,7 @@ from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_with_processor, warn_of_halves
 from mmod.training.chat.trainer import RoutedTrainer, train_to_end, training_arguments
-from mmod.training.engine.distributed import faults_of_all, wait_for_all
+from mmod.training.engine.distributed import check_launch, faults_of_all, wait_for_all
 from mmod.training.engine.health import evaluation_rows, rows_of_logs, write_rows
 from mmod.training.engine.kind import AfterStep
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
@@ -67,6 +67,7 @@ def fit(
     Args:
         store: That of a comparison, which is not needed: checks of conversations are kept beside their data.
     """
+    check_launch()
     # From the environment, because the trainer joins the processes only when it is made.
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))

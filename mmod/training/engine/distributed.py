@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -55,6 +56,22 @@ def is_first_process() -> bool:
     return world_info_from_env()[1] == 0
 
 
+def check_launch() -> None:
+    """Raise a ValueError if the variables of a launcher are no numbers, or name several processes without an address.
+
+    A scheduler, or an earlier command of a shell, may leave some of them.
+    """
+    given = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
+    told = ", ".join(f"{name}={value}" for name, value in given.items())
+    fault = ""
+    if not all(value.isdecimal() for value in given.values()):
+        fault = "must be numbers"
+    elif int(given.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized() and "MASTER_ADDR" not in os.environ:
+        fault = "name several processes, and MASTER_ADDR is not set, by which they meet"
+    if fault:
+        raise ValueError(f"the environment variables {told} {fault}: start by torchrun, or unset them to train alone")
+
+
 @contextmanager
 def process_group(device: str = "auto", *, grouped: bool = False, timeout: float | None = None) -> Iterator[Process]:
     """Join the processes that `torchrun` or Slurm started, with gloo on CPUs and nccl on GPUs; one process without.
@@ -70,6 +87,7 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
     """
     from timm.utils.distributed import world_info_from_env
 
+    check_launch()
     chosen = choose_device(device)
     # timm reads the variables of torchrun, Slurm and MPI alike.
     local, rank, world = world_info_from_env()

@@ -90,3 +90,20 @@ def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_pat
         for key, value in uninterrupted.items():
             torch.testing.assert_close(killed[key], value, rtol=0, atol=1e-6)
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "killed")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "variables RANK=x, WORLD_SIZE=2 must be numbers: start by torchrun"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2 name several processes, and MASTER_ADDR is not set"),
+    ],
+)
+def test_what_a_launcher_left_in_the_environment_is_named(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match=message), process_group("cpu"):
+        pass
