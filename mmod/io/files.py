@@ -188,18 +188,21 @@ def near_paths(path: str | Path, folders: bool = False) -> str:
 
 
 def check_folder(path: str | Path, name: str) -> None:
-    """Raise a FileNotFoundError or NotADirectoryError unless a path is a folder that holds something.
+    """Raise a FileNotFoundError unless a path is a folder that holds something.
 
     Args:
         name: The option or key that names it, for the message.
     """
     folder = Path(path)
+    fault = ""
     if not folder.exists():
-        raise FileNotFoundError(f"{name}: there is no folder {str(path)!r}{near_paths(path, folders=True)}")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{name}: {str(path)!r} is a file, and no folder")
-    if not any(folder.iterdir()):
-        raise FileNotFoundError(f"{name}: the folder {str(path)!r} is empty")
+        fault = f"there is no folder {str(path)!r}{near_paths(path, folders=True)}"
+    elif not folder.is_dir():
+        fault = f"{str(path)!r} is a file, and no folder"
+    elif not any(folder.iterdir()):
+        fault = f"the folder {str(path)!r} is empty"
+    if fault:
+        raise FileNotFoundError(f"{name}: {fault}")
 
 
 def check_free(path: str | Path, overwrite: bool) -> None:
