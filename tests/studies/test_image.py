@@ -1009,9 +1009,8 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert set(rows) == {point.name for point in result.points} - {"dense"}
     assert "Nothing was trained" in result.table
     assert "Nothing was trained" in str(advice)
-    # Each says what the other is for.
+    # Advice says what a study is for.
     assert "`mmod tradeoff my-model --dense 'runs/my dense' --tune true` fine-tunes the same candidates" in str(advice)
-    assert "`mmod advise MODEL --images FOLDER` compares the same" in result.table
     # The same answer in the same words, for batches and for single images, also in the report.
     assert len(advice.recommendations) == 2
     assert str(advice.verdict) in result.summary, (result.summary, str(advice))
