@@ -133,7 +133,8 @@ class FolderSource:
         folder = split_folder(root, split)
         images, reasons = _open_classes(folder, model)
         self.left_out = _note(folder, reasons)
-        if split and os.path.basename(folder) != split:
+        # The usual names stand for their synonyms; who names another one means that folder.
+        if split not in ("", "train", "val") and os.path.basename(folder) != split:
             told = f"the split {split!r} of {root} is read from {folder}"
             self.left_out = "; ".join(filter(None, [told, self.left_out]))
         self.names = [*rank_names(name for name in images if name)]

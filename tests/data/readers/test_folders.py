@@ -200,8 +200,9 @@ def test_a_split_is_a_folder_under_any_of_its_usual_names(root: Path, split: str
     assert source.place(1) == (str(root / folder / "b/0.png"), "")
 
 
-def test_a_split_of_another_name_is_said_to_be_read(root: Path) -> None:
-    assert FolderSource(str(root), "val").left_out == f"the split 'val' of {root} is read from {root}/validation"
+def test_a_split_named_by_a_synonym_is_said_to_be_read(root: Path) -> None:
+    assert FolderSource(str(root), "valid").left_out == f"the split 'valid' of {root} is read from {root}/validation"
+    assert FolderSource(str(root), "val").left_out == ""
     assert not FolderSource(str(root), "train").left_out
 
 
