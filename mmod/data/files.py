@@ -38,12 +38,15 @@ def check_files(data: object) -> None:
     files_of(data, "val")
 
 
-def data_files(data: object, use: Use = "val") -> str | None:
+def data_files(data: object, use: Use = "val", folders: Sequence[str] = ()) -> str | None:
     """Return what stands for the files of a config of data: their number, and a checksum.
 
     The checksum is of names and sizes, which a copy of the data has too. Of folders of training images it is of names
     alone, as to look up a million sizes takes minutes on some disks. None for sets that are drawn, streamed or remote,
     and for files that are not there. The images of conversations are looked up for evaluation alone.
+
+    Args:
+        folders: Other folders of images that are read beside the data.
 
     Example:
         >>> data_files(DataConfig("digits:tiny")) is None
@@ -55,6 +58,7 @@ def data_files(data: object, use: Use = "val") -> str | None:
         paths = files_of(data, use)
         if use == "val" and isinstance(data, ConversationsConfig):
             paths += _images_of(paths, data)
+    paths += [folder for folder in folders if Path(folder).is_dir()]
     if not paths:
         return None
     return _looked_up(paths, with_sizes=use == "val")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import SUMS, DamagedFileError, near_paths
+from mmod.io.files import SUMS, DamagedFileError, near_paths, sha256
 from mmod.io.tensors import WEIGHTS
 from mmod.io.yaml import read_yaml
 from mmod.values import one_of
@@ -207,3 +210,36 @@ def find_weights(path: str | Path) -> Path:
 def shards_of(file: Path) -> Path:
     """Return the folder of what would be a file if it were not sharded."""
     return file.with_suffix("")
+
+
+def weight_sums(checkpoint: str) -> list[str]:
+    """Return the checksums of the files that hold weights, and of those in their folder that say what these are of.
+
+    Of weights on a hub, which are not here before they are first used, there are none: their name stands for them.
+    """
+    # A host's folder may have several files, of which the host chooses.
+    files = _model_in(Path(checkpoint))
+    if not files:
+        # Of a name on a hub there is nothing to find.
+        with suppress(FileNotFoundError):
+            path = find_weights(checkpoint)
+            files = [path] if path.is_file() else _model_in(path)
+    return [_sha256(file, file.stat().st_mtime_ns) for file in files]
+
+
+def told_sums(sums: Iterable[str]) -> str:
+    """Return checksums as records and messages have them."""
+    return " ".join(checksum[:8] for checksum in sums)
+
+
+def _model_in(folder: Path) -> list[Path]:
+    """Return the files of a model in a folder: weights, configs, and what prepares its inputs; none without weights."""
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if not weights:
+        return []
+    return sorted([*weights, *folder.glob("*.json")])
+
+
+@functools.lru_cache
+def _sha256(file: Path, changed: int) -> str:
+    return sha256(file)

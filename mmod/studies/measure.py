@@ -6,9 +6,7 @@ It gets a `Run`, with the training config of that run alone.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,10 @@ from torch import nn
 from mmod.analysis.table import DENSE, Measured, measured_once
 from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
 from mmod.config import RoutingConfig
-from mmod.io.files import locked, make_folder, sha256
+from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Callback
 from mmod.io.store import STORE, Store
-from mmod.opening.runs import find_weights
+from mmod.opening.runs import weight_sums
 from mmod.planning.candidate import PlanOptions
 from mmod.planning.plan_search import PlanSearch, named_options
 from mmod.planning.search import search_plan
@@ -158,39 +156,6 @@ def identity_of(run_config: RunConfig) -> dict[str, Any]:
     # A path may be written anew, with other weights.
     weights = {name: weight_sums(path) for name, path in run_config.model.weights.items()}
     return {"kind": run_config.kind, "config": fields, "weights": weights}
-
-
-def weight_sums(checkpoint: str) -> list[str]:
-    """Return the checksums of the files that hold weights, and of those in their folder that say what these are of.
-
-    Of weights on a hub, which are not here before they are first used, there are none: their name stands for them.
-    """
-    # A host's folder may have several files, of which the host chooses.
-    files = _model_in(Path(checkpoint))
-    if not files:
-        # Of a name on a hub there is nothing to find.
-        with suppress(FileNotFoundError):
-            path = find_weights(checkpoint)
-            files = [path] if path.is_file() else _model_in(path)
-    return [_sha256(file, file.stat().st_mtime_ns) for file in files]
-
-
-def told_sums(sums: Iterable[str]) -> str:
-    """Return checksums as records and messages have them."""
-    return " ".join(checksum[:8] for checksum in sums)
-
-
-def _model_in(folder: Path) -> list[Path]:
-    """Return the files of a model in a folder: weights, configs, and what prepares its inputs; none without weights."""
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    if not weights:
-        return []
-    return sorted([*weights, *folder.glob("*.json")])
-
-
-@functools.lru_cache
-def _sha256(file: Path, changed: int) -> str:
-    return sha256(file)
 
 
 def measure_run(

@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmod.data.files import data_files
 from mmod.io.files import write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
-from mmod.studies.measure import identity_of, told_sums, weight_sums
+from mmod.opening.runs import told_sums, weight_sums
+from mmod.studies.measure import identity_of
 from mmod.studies.runs import Run
 from mmod.training.engine.config import TRAINING
+from mmod.training.engine.run_folder import read_files
 
 _TRAINED = "is_trained"
 _DATA = "data"
@@ -113,7 +114,7 @@ def _changes_of_model(before: Mapping[str, object], now: Mapping[str, object], f
 def question_of(evaluation: Mapping[str, object], runs: Sequence[Run]) -> Question:
     """Return what a study asks by its runs, and by how these are evaluated."""
     first = [run for run in runs if run.seed == 0]
-    files = data_files(first[0].training.data)
+    files = read_files(first[0].training)
     if files is not None:
         evaluation = {**evaluation, _DATA: files}
     written = {run.training.output for run in first}

@@ -28,21 +28,21 @@ from mmod.audits.run import audit
 from mmod.audits.shifts import SHIFTS
 from mmod.audits.tables import joined
 from mmod.config.parse import read_config
-from mmod.data.files import data_files
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
 from mmod.io.files import near_paths, read_json_object, write_atomically, write_json
 from mmod.io.records import read_record, record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
-from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
+from mmod.opening.runs import RUN_CONFIG, find_run, run_classes, told_sums, weight_sums
 from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of
-from mmod.studies.measure import identity_of, told_sums, weight_sums
+from mmod.studies.measure import identity_of
 from mmod.training.command import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import COUNTED, Kind, cost, device_of, load
+from mmod.training.engine.run_folder import read_files
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import sample_images
 from mmod.training.image.preflight import check_same_classes
@@ -124,7 +124,7 @@ def _record(folder: Path, config: Any) -> None:
         if path is not None:
             checksums[path] = weight_sums(path)
     weights = {name: told_sums(by_file) for name, by_file in checksums.items()}
-    record = {**record_of(config), "weights": weights, "files": data_files(config.data)}
+    record = {**record_of(config), "weights": weights, "files": read_files(config)}
     existing = read_record(folder, _CONFIG)
     if existing is not None:
         recorded = existing.get("weights", {})

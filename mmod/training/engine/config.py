@@ -183,6 +183,11 @@ class RunConfig:
         """Return the known numbers of blocks by part of the model."""
         return {}
 
+    @property
+    def evaluated_folders(self) -> tuple[str, ...]:
+        """Folders of images that evaluation reads beside the data."""
+        return ()
+
     def check_weights(self) -> None:
         """Raise a FileNotFoundError if the weights that the run starts from are missing; no hub is asked."""
 

@@ -37,6 +37,8 @@ from mmod.opening.runs import (
     holds_work,
     list_checkpoints,
     read_run_config,
+    told_sums,
+    weight_sums,
 )
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
@@ -44,7 +46,14 @@ from mmod.training.engine.evaluate import RoutedResult
 
 # What stands for the files that a run reads, by use.
 _FILES = "files.json"
-_USES: dict[Use, str] = {"train": "training", "val": "evaluation"}
+_USES: tuple[Use, ...] = ("train", "val")
+_TEACHER = "teacher"
+# What is no longer as it was, and by what it is known.
+_READ = {
+    "train": ("the training data is", "the names and sizes of its files"),
+    "val": ("the evaluation data is", "the names and sizes of its files"),
+    _TEACHER: ("the teacher is", "the checksums of its files"),
+}
 # A resumed run may change them as long as their product is the same.
 _BATCH_KEYS = frozenset({"world_size", "accumulate", "data.batch_size"})
 Result = TypeVar("Result", bound=RoutedResult | None, covariant=True)
@@ -312,10 +321,22 @@ def _check_result_is_due(config: RunConfig) -> None:
         )
 
 
-def _files_of(config: RunConfig) -> dict[Use, str]:
-    """Return what stands for the files of a run's data by their use; sets without files have none."""
-    files = {use: data_files(config.data, use) for use in _USES}
-    return {use: known for use, known in files.items() if known is not None}
+def read_files(config: RunConfig, use: Use = "val") -> str | None:
+    """Return what stands for the files of a run's data, see `data_files`; None for data without files."""
+    return data_files(config.data, use, config.evaluated_folders if use == "val" else ())
+
+
+def _files_of(config: RunConfig) -> dict[str, str]:
+    """Return what stands for the files that a run reads, by their use; what has no files is left out."""
+    files = {use: read_files(config, use) for use in _USES}
+    known: dict[str, str] = {use: told for use, told in files.items() if told is not None}
+    teacher = config.teacher()
+    # The dense one has the weights that the run starts from.
+    if teacher is not None and teacher != "dense":
+        sums = weight_sums(teacher)
+        if sums:
+            known[_TEACHER] = told_sums(sums)
+    return known
 
 
 def _check_files(config: RunConfig) -> None:
@@ -334,9 +355,10 @@ def _check_files(config: RunConfig) -> None:
     for use, files in _files_of(config).items():
         before = recorded.get(use, files)
         if files != before:
+            what, known_by = _READ[use]
             raise ValueError(
-                f"the {_USES[use]} data is no longer that with which the run in {config.output!r} began, by the names "
-                f"and sizes of its files: {before} then, {files} now. Restore them, remove {str(path)!r} to go on with "
+                f"{what} no longer that with which the run in {config.output!r} began, by {known_by}: {before} then, "
+                f"{files} now. Restore them, remove {str(path)!r} to go on with "
                 f"mended files, or choose another folder by --output; `--model.checkpoint {config.output}` starts from "
                 "its weights"
             )

@@ -121,3 +121,9 @@ class TrainConfig(LoopConfig):
         kind = (self.zero_shot or "scenes").partition(":")[0]
         if kind not in ("scenes", "imagenet") or self.zero_shot == "imagenet":
             raise ValueError(f"zero_shot must be 'scenes' or 'imagenet:FOLDER', got {self.zero_shot!r}")
+
+    @property
+    def evaluated_folders(self) -> tuple[str, ...]:
+        """The folder of `zero_shot`; see `RunConfig.evaluated_folders`."""
+        folder = (self.zero_shot or "").partition(":")[2]
+        return (folder,) if folder else ()

@@ -29,6 +29,7 @@ from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import create, evaluate, load
 from mmod.training.engine.run_folder import told_start
+from mmod.training.image.config import DistillConfig
 from mmod.training.image.kind import ImageKind
 from mmod.training.kinds import estimate
 from tests.kit.folders import stop_behind_a_checkpoint
@@ -344,3 +345,15 @@ def test_a_process_without_a_readable_sample_waits_for_no_one(tmp_path: Path, pa
     log = tmp_path / "log"
     assert run_processes(refuse_in_processes, str(tmp_path), patches, world=2, log=log) == [0, 0], log.read_text()
     assert run_processes(evaluate_in_processes, str(tmp_path), patches, world=2, log=log) == [0, 0], log.read_text()
+
+
+def test_a_run_with_another_teacher_does_not_resume(trained: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher.safetensors"
+    shutil.copy(trained / "run" / "model" / "model.safetensors", teacher)
+    config = config_of(tmp_path / "run", trained / "data", distill=DistillConfig(str(teacher)))
+    fit(config, progress=False)
+    stop_behind_a_checkpoint(tmp_path / "run")
+    assert "resume at step 1" in told_start(config, 1)
+    teacher.write_bytes(teacher.read_bytes() + b" ")
+    with pytest.raises(ValueError, match="the teacher is no longer that with which the run"):
+        fit(config, progress=False)

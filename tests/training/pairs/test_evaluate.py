@@ -17,6 +17,8 @@ import mmod
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import pairs_stream
+from mmod.training.engine.run_folder import read_files
+from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.training.pairs.evaluate import check_imagenet, evaluate_set, rank_both_ways
 from tests.kit.pairs_worker import MODEL
 from tests.kit.sets import SETS
@@ -188,3 +190,13 @@ def test_captions_of_another_kind_have_no_zero_shot_class(model: Any, stream: An
 
     with pytest.raises(ValueError, match="pair 0 has a caption of another kind"):
         evaluate_set(model, stream, other, zero_shot="scenes")
+
+
+def test_the_folder_of_zero_shot_is_part_of_the_evaluation_data(tmp_path: Path) -> None:
+    known = []
+    for zero_shot in (None, "scenes", f"imagenet:{tmp_path}"):
+        config = TrainConfig(output="run", model=ModelConfig("RN50"), zero_shot=zero_shot)
+        known.append(read_files(config))
+    assert known[:2] == [None, None]
+    (tmp_path / "further.png").write_bytes(b"1")
+    assert read_files(config) not in known
