@@ -22,6 +22,8 @@ _USUAL_DEPTH = 24
 # Two ways to say what a plan keeps on average.
 _MEANS = ("mean", "capacity")
 _BY_DEPTH = ("blocks", "capacity")
+# Losses that read what a threshold keeps, and not how much it should keep.
+_WITHOUT_CAPACITY = {"load", "membership"}
 
 
 def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
@@ -75,12 +77,14 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     if isinstance(planned, tuple):
         changes = _fitted_to_plan(name, planned, changes, depth)
     config = RoutingConfig.from_dict(revised(fields, changes))
-    # A loss may read the capacity of a threshold, and who names both knows that one decides.
+    # Another loss may read the capacity of a threshold, and who names both knows that one decides.
     is_threshold_of_preset = isinstance(config.select, Threshold) and "select" not in changes
-    if "capacity" in changes and is_threshold_of_preset and not config.losses:
+    if "capacity" in changes and is_threshold_of_preset and set(config.losses) <= _WITHOUT_CAPACITY:
+        aimed = {**config.losses, "capacity": 1.0}
+        trained = f", or losses={aimed}, which aim at it in training" if config.losses else ""
         raise ValueError(
             f"preset {name!r} keeps what reaches a threshold, and no capacity decides: leave out "
-            f"capacity={changes['capacity']!r}, or pass select='topk' too"
+            f"capacity={changes['capacity']!r}, or pass select='topk' too{trained}"
         )
     return config
 

@@ -184,6 +184,10 @@ def test_several_capacities_and_own_blocks_replace_the_plan() -> None:
     assert mmod.preset("gradual", depth=6, blocks=(1, 2), capacity=0.5).capacity == 0.5
     with pytest.raises(ValueError, match=r"'pixelprune' keeps what reaches a threshold.*leave out capacity=0\.5"):
         mmod.preset("pixelprune", capacity=0.5)
+    aimed = r"leave out capacity=0, .*or losses=\{'load': 0\.01, 'capacity': 1\.0\}, which aim at it in training"
+    with pytest.raises(ValueError, match=rf"'modification' keeps what reaches a threshold.*{aimed}"):
+        mmod.preset("modification", capacity=0)
+    assert mmod.preset("modification", capacity=0.5, losses={"load": 0.01, "capacity": 1.0}).capacity == 0.5
     assert mmod.preset("pixelprune", capacity=0.5, select="topk").capacity == 0.5
     message = r"'gradual' plans capacities for 5 blocks, and blocks='late' are 4: pass capacity too"
     for call in (
@@ -316,7 +320,7 @@ def test_the_list_says_what_each_preset_is_for() -> None:
 
 
 # Thresholds have no capacity.
-@pytest.mark.parametrize("name", sorted({*mmod.presets("image")} - {"pixelprune"}))
+@pytest.mark.parametrize("name", sorted({*mmod.presets("image")} - {"pixelprune", "modification"}))
 def test_a_capacity_of_zero_works_or_is_refused_before_the_first_image(name: str) -> None:
     model = make()
     config = mmod.preset(name, capacity=0)

@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {"data": {"length": 32, "batch_size": 16, "val_limit": 1
 
 
 def routing(**changes: Any) -> dict[str, Any]:
-    fields = {"preset": "modification", "router": {"name": "linear", "initial": 3.0}, "capacity": 0.5}
+    fields = {"preset": "modification", "router": {"name": "linear", "initial": 3.0}}
     return {**fields, "language": {"gate_on": "branches"}, **changes}
 
 
@@ -29,13 +29,13 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tuned(dense: Path, losses: dict[str, float]) -> Any:
+def tuned(dense: Path, losses: dict[str, float], **changes: Any) -> Any:
     config = text_config(
         dense.parent / "-".join(losses),
         **SIZES,
         model={"config": None, "checkpoint": str(dense)},
         distill={"teacher": "none"},
-        routing=routing(losses=losses),
+        routing=routing(losses=losses, **changes),
         epoch_steps=60,
         optim={"lr": 3e-3, "weight_decay": 0.0},
     )
@@ -45,7 +45,7 @@ def tuned(dense: Path, losses: dict[str, float]) -> Any:
 def test_the_load_stays_near_one_until_a_target_is_set(dense: Path) -> None:
     with pytest.warns(UserWarning, match=r"keeps nearly all .* losses\.load alone may not"):
         penalised = tuned(dense, {"load": 0.01})
-    targeted = tuned(dense, {"load": 0.01, "capacity": 1.0})
+    targeted = tuned(dense, {"load": 0.01, "capacity": 1.0}, capacity=0.5)
     assert penalised.mean_kept > 0.9
     assert targeted.mean_kept == pytest.approx(0.5, abs=0.2)
     # Each token is decided alone in training, too.
