@@ -55,9 +55,9 @@ class BlockInputs:
     Args:
         x_BND: The tokens (2, N, D); those of one sequence of all images are a batch here, as are its arguments.
         arguments: The block's further arguments, by name.
-        seen: What is known before a trial, in a `Proof` that says nothing else. Its prefix are the leading tokens that
-            no image changes, such as class and register tokens; its suffix are such tokens at the end, as detection
-            tokens.
+        seen: A `Proof` of what is known before a trial; its other fields have their defaults. `prefix` counts the
+            leading tokens that are the same for both images, such as class and register tokens, and `suffix` those at
+            the end, such as detection tokens.
     """
 
     x_BND: Tensor

@@ -69,9 +69,9 @@ def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
 
 
 def floor_of(marks: Sequence[Mark], fronts: Iterable[Sequence[Mark]]) -> float:
-    """Return a score that no mark of interest lies below: those below it would flatten the picture of all others.
+    """Return the lowest score that a picture shows at its place; outliers below it would flatten all others.
 
-    Lost are marks more than 1.5 interquartile ranges below the first quartile, unless they are on a front.
+    An outlier lies more than 1.5 interquartile ranges below the first quartile, and is on no front.
 
     Args:
         fronts: Those of the same models at several costs.

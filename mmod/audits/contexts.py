@@ -180,7 +180,7 @@ class Contexts:
         return BatchRows(learned.images.start, outcomes, decisions, labels, kinds, learned.grid)
 
     def known_by(self, batch: object) -> dict[str, str]:
-        """Return what stands for each custom condition: the losses of a batch under it."""
+        """Return the fingerprint of each custom condition's losses on a batch, by which a store knows the condition."""
         if not self.compared.custom:
             return {}
         learned = self._consulted(self._learned(batch, None))

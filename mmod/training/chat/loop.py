@@ -65,7 +65,7 @@ def fit(
     """Train, or read the result of a finished run; see `mmod.training.fit`.
 
     Args:
-        store: That of a comparison, which is not needed: checks of conversations are kept beside their data.
+        store: Not read. Comparisons pass theirs to every kind, and checks of conversations are kept beside their data.
     """
     check_launch()
     # From the environment, because the trainer joins the processes only when it is made.

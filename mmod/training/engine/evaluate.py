@@ -47,7 +47,7 @@ class RoutedResult:
 
     @property
     def baseline(self) -> str:
-        """What the data gives without a model, for the report of a run; empty if that is not known."""
+        """A line on the score without a model, such as that of the most frequent answer; empty if it is not known."""
         return ""
 
     @property

@@ -61,12 +61,13 @@ class PairsTask(Task):
         scale.data.clamp_(0, math.log(100))
 
     def forward(self, images: Tensor, texts: Tensor, cached: list[TensorDict], index: int) -> dict[str, Tensor]:
-        """Return the "loss" of a step with the gradients of batch `index`, its terms, and "scale".
+        """Return the "loss" of a whole step, its terms, and "scale"; gradients reach one batch of it alone.
 
         Args:
-            images: (B, C, H, W).
-            texts: Tokens (B, L).
+            images: Those of that batch (B, C, H, W).
+            texts: Its tokens (B, L).
             cached: Features of all batches of the step, without gradients; empty for a single batch.
+            index: Place of that batch among them.
         """
         known = cached[index] if cached else {}
         with autocast(images.device, self.precision):
