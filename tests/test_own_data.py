@@ -16,6 +16,7 @@ import pytest
 import timm
 import yaml
 from PIL import Image
+from safetensors.torch import save_file
 
 from mmod import cli
 from mmod.analysis import timing
@@ -33,11 +34,14 @@ SMALL_VIT = (
 )
 FAST = "--schedule.warmup_epochs 0 --epochs 1 --device cpu"
 CHAT = "--trainer.max_steps 1 --trainer.warmup_steps 0 --trainer.use_cpu true"
-# What the study of the page is told of its model; `studies/test_image.py` has other models.
-STUDIED = (
-    "--dense.model.name vit --dense.model.args '{}' --dense.model.checkpoint null "
-    "--dense.model.pretrained true --dense.data.image_size 32"
-)
+VIT = "vit_small_patch16_224"
+# The models of the page on studies, and the side of their images: a folder of transformers, and two of timm.
+NARROW = {"embed_dim": 24, "num_heads": 2, "num_classes": 3}
+STUDIED: dict[str, tuple[dict[str, Any], int]] = {
+    "study": ({"name": "vit", "args": {}, "pretrained": True, "checkpoint": None}, 32),
+    "study, 6 blocks, 64 patches": ({"args": {**NARROW, "depth": 6, "img_size": 64, "patch_size": 8}}, 64),
+    "study, 12 blocks, 576 patches": ({"args": {**NARROW, "depth": 12, "img_size": 384, "patch_size": 16}}, 384),
+}
 # Options that make a command small, by its beginning.
 SMALL = {
     "": "",
@@ -52,8 +56,8 @@ SMALL = {
     "train chat mine.yaml --output": "--data.train questions:tiny/train --data.val questions:tiny/val "
     f"--max_new_tokens 6 {CHAT}",
     "tradeoff my-model": "",
-    # Written from the config that comes with mmod.
-    "tradeoff study.yaml": STUDIED,
+    # Written from the config that comes with mmod, and told of its model by the test.
+    "tradeoff study.yaml": "",
 }
 
 
@@ -112,9 +116,9 @@ def run(command: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", ["images", "pairs", "conversations", "study"])
+@pytest.mark.parametrize("name", ["images", "pairs", "conversations", *STUDIED])
 def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = PAGES[f"docs/own_{name}.md"]
+    page = PAGES[f"docs/own_{name.partition(',')[0]}.md"]
     planned: list[list[str]] = []
 
     def plan_only(config: Any, **_: Any) -> StudyResult:
@@ -125,11 +129,17 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
     monkeypatch.setattr("mmod.studies.study.run_study", plan_only)
     monkeypatch.setattr("mmod.report.command.report_on", lambda folder: None)
     ran = []
-    if name == "study":
+    if name in STUDIED:
+        told, side = STUDIED[name]
+        if told["args"]:
+            told = {**told, "checkpoint": "weights.safetensors"}
+            save_file(timm.create_model(VIT, **told["args"]).state_dict(), folder / "weights.safetensors")
+        words = [f"--dense.model.{key} {shlex.quote(json.dumps(value))}" for key, value in told.items()]
+        monkeypatch.setitem(SMALL, "tradeoff study.yaml", f"{' '.join(words)} --dense.data.image_size {side}")
         # The run of the page on images, whose final model is not loaded where a study is planned alone.
         (folder / "runs/flowers").mkdir(parents=True)
-        data = {"source": "folder", "root": "data/flowers", "image_size": 32, "channels": 3}
-        model = {"name": "vit", "pretrained": True}
+        data = {"source": "folder", "root": "data/flowers", "image_size": side, "channels": 3}
+        model = {"name": VIT, **told}
         trained = {"output": "runs/flowers", "model": model, "data": data, "world_size": 1}
         (folder / "runs/flowers/config.yaml").write_text(yaml.safe_dump(trained))
         shutil.copytree(folder / "vit", folder / "runs/flowers/model")
@@ -151,7 +161,7 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
     if name == "images":
         assert sorted(path.name for path in (folder / "data/flowers").iterdir()) == ["train", "val"]
         assert len(list((folder / "data/flowers/val").rglob("*.jpg"))) == 2 * len(CLASSES)
-    if name == "study":
+    if name in STUDIED:
         assert len(planned) == 3
         assert all(models == planned[0] for models in planned)
         # Controls that are no rows are named by their models.
