@@ -103,8 +103,27 @@ CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"depth": "4"}, TypeError, "depth must be an integer in .*, got '4'"),
     ({"protect_prefix": "no"}, TypeError, "protect_prefix must be true or false, got 'no'"),
 ]
+
+
+def repeated() -> torch.nn.Module:
+    """Return a model of which one block runs twice in a row."""
+    model = timm.create_model("test_vit")
+    model.blocks[3] = model.blocks[2]
+    return model
+
+
 CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_("vit"), TypeError, "must be a torch.nn.Module, got 'vit'"),
+    (
+        lambda m: mmod.route_(repeated(), "gradual"),
+        ValueError,
+        r"blocks\.2 and blocks\.3 are one module.* a copy",
+    ),
+    (lambda m: mmod.apply_(repeated(), Merge(r=2)), ValueError, r"blocks\.2 and blocks\.3 are one module"),
+    (
+        ValueError,
+        "'cuda' or another torch device, got 'gpu'",
+    ),
     (lambda m: mmod.route_(m.state_dict()), TypeError, "got a mapping of .* names: build the model first"),
     (lambda m: mmod.flops({"model": m}, 160), TypeError, "got a mapping of 1 names: build the model first"),
     (lambda m: mmod.to_all_tokens(torch.rand(1, 5, 64), None), TypeError, "routing must be a block's decision, .*None"),

@@ -130,6 +130,9 @@ class Method(Checked, ABC, group="method"):
         # A method finds a stack, one for each of its parts, or what else it changes.
         parts = target.values() if isinstance(target, Mapping) else (target,)
         stacks = [stack for stack in parts if isinstance(stack, BlockStack)]
+        if not present:
+            for stack in stacks:
+                _refuse_repeated(stack)
         with _unchanged_on_error(model):
             self.change(model, target)
             for stack in stacks:
@@ -288,6 +291,18 @@ class TrainingOnly(Mixin):
 def _in_training(model: nn.Module) -> tuple[Method, ...]:
     """Return the methods for training alone that change a model now."""
     return tuple(method for method in own_methods(model) if method.training_only)
+
+
+def _refuse_repeated(stack: BlockStack) -> None:
+    """Raise a ValueError if a module stands twice in a list of blocks: changed in one place, it is so in the other."""
+    first: dict[nn.Module, str] = {}
+    for name, block in zip(stack.names, stack.blocks):
+        if block in first:
+            raise ValueError(
+                f"{first[block]} and {name} are one module, and a method changes either alone: put a copy into the "
+                "list, copy.deepcopy(block)"
+            )
+        first[block] = name
 
 
 def _is_free(module: nn.Module) -> bool:
