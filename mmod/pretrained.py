@@ -18,12 +18,13 @@ from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import MethodWarning, host_class
+from mmod.io.environment import choose_device
 from mmod.io.files import SUMS, DamagedFileError, make_folder, near_paths, parse_json, replacing, write_atomically
 from mmod.io.sums import check_weights, write_sums
 from mmod.io.tensors import WEIGHTS, check_fits, read_header, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
 from mmod.random_state import Unfilled
-from mmod.values import brief, check_module
+from mmod.values import brief, check_module, check_value
 
 CONFIG = "mmod.json"
 HUB = "hf-hub:"
@@ -65,6 +66,7 @@ def save_pretrained(
         ...     mmod.capacities(load_pretrained(folder))["blocks.1"]
         0.25
     """
+    check_value("folder", folder, str | Path)
     if training_only_models(model) and all(method.training_only for method in methods_of(model)):
         raise ValueError(
             f"the methods of this {type(model).__name__} are for training alone: save it as the dense model that it "
@@ -102,7 +104,7 @@ def load_pretrained(
     Args:
         folder: The folder, or "hf-hub:owner/name" of the Hugging Face hub, with "@revision" behind it for another one
             than the latest.
-        device: Where the model goes; None means the CPU.
+        device: Where the model goes: "auto" is the GPU if there is one, and None means the CPU.
         model: For a class of your own, a dense model as it was built for training; it is changed in place. Its weights
             must have the names and shapes of the saved ones; the class may be imported from another module.
         options: For a transformers model, what its `from_pretrained` takes: `dtype`, `device_map`,
@@ -116,6 +118,7 @@ def load_pretrained(
         ValueError: A file that `save_pretrained` did not write, of another format version, that does not fit the
             other file, or was damaged since.
     """
+    chosen = choose_device("cpu" if device is None else device)
     folder = local_folder(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
         _refuse_model(model, "transformers")
@@ -123,7 +126,7 @@ def load_pretrained(
         loaded: nn.Module = load_transformers(folder, **options)
         # Where `device_map` has placed it, nothing moves it.
         if device is not None:
-            loaded = loaded.to(device)
+            loaded = loaded.to(chosen)
         return loaded.eval()
     if options:
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
@@ -136,7 +139,7 @@ def load_pretrained(
         model = _build_that_fits(config, state, folder)
     _take_dtypes(model, state)
     model.load_state_dict(state)
-    return model.to(device or "cpu").eval()
+    return model.to(chosen).eval()
 
 
 def _check_files(folder: Path) -> None:
@@ -264,6 +267,7 @@ def _build_that_fits(config: dict[str, object], state: dict[str, Tensor], folder
 
 def local_folder(folder: str | Path) -> Path:
     """Return a folder on this machine; one of the hub is fetched."""
+    check_value("folder", folder, str | Path)
     if not str(folder).startswith(HUB):
         return Path(folder)
     from huggingface_hub import snapshot_download
@@ -419,15 +423,17 @@ def _build_dense(config: dict[str, Any]) -> nn.Module:
 def _check_plain(state: Mapping[str, Tensor]) -> None:
     special = []
     for name, value in state.items():
-        if type(value) is not Tensor:
+        if value.is_meta:
+            special.append(f"{name} (on the meta device)")
+        elif type(value) is not Tensor:
             special.append(f"{name} ({type(value).__name__})")
     if special:
         names = ", ".join(special[:3])
         if len(special) > 3:
             names += f" and {len(special) - 3} more"
         raise ValueError(
-            f"cannot save weights that are no plain tensors, as quantized or sharded ones: {names}. Save the "
-            "model before it is quantized, and quantize what mmod.load_pretrained returns"
+            f"cannot save weights that are no plain tensors, as quantized or sharded ones, or have no values: {names}. "
+            "Save the model before it is quantized, and quantize what mmod.load_pretrained returns"
         )
 
 

@@ -10,7 +10,28 @@ from pathlib import Path
 
 import torch
 
+from mmod.values import check_value
 from mmod.version import __version__
+
+
+def choose_device(device: str | torch.device = "auto") -> torch.device:
+    """Return a device by its name; "auto" is the GPU if there is one.
+
+    Raises:
+        TypeError: Neither a name nor a device.
+        ValueError: A name that torch does not know, or a GPU that it does not see.
+    """
+    check_value("device", device, str | torch.device)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or another torch device, got {device!r}") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        gpus = torch.cuda.device_count() or "no GPU"
+        raise ValueError(f"device {str(chosen)!r} was asked for and torch sees {gpus}; use 'cpu' or 'auto'")
+    return chosen
 
 
 def environment(device: str = "cpu") -> dict[str, object]:
@@ -21,9 +42,7 @@ def environment(device: str = "cpu") -> dict[str, object]:
     """
     machine: dict[str, object] = {"mmod": __version__, "torch": str(torch.__version__)}
     machine |= {"python": platform.python_version(), "device": device}
-    if torch.device(device).type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu'")
+    if choose_device(device).type == "cuda":
         return {**machine, "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return {**machine, "processor": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
 

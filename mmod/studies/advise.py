@@ -36,11 +36,11 @@ def main(arguments: Sequence[str]) -> None:
     check_value("--tolerance", options.tolerance, float, "[0, 1)")
     import torch
 
+    from mmod.io.environment import choose_device
     from mmod.planning.candidate import opening_line
     from mmod.planning.prompts import same_tokens
     from mmod.planning.trials import advise
     from mmod.studies.advised import open_advised, read_images, read_prompts
-    from mmod.training.engine.distributed import choose_device
 
     check_value("--number", options.number, int, "[1, inf)")
     if options.image_size is not None:

@@ -29,6 +29,7 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
+from mmod.io.environment import choose_device
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
 from mmod.opening.runs import find_run, is_described
@@ -47,7 +48,6 @@ from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run
-from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.kind import cost
 from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmod.data.corrupt import CorruptReport
+from mmod.io.environment import choose_device
 from mmod.io.processes import gathered
 from mmod.io.refusals import LostProcessError
 from mmod.io.stop import Stop, exit_after, signal_name
@@ -35,18 +36,6 @@ class Process:
     def is_first(self) -> bool:
         """Whether this process writes files and shows progress."""
         return self.rank == 0
-
-
-def choose_device(device: str = "auto") -> torch.device:
-    """Return the device of a config: "auto" is the GPU if there is one."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu' or 'auto'")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or another torch device, got {device!r}") from error
 
 
 def is_first_process() -> bool:

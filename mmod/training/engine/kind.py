@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from mmod.analysis.timing import Reading
 from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream
+from mmod.io.environment import choose_device
 from mmod.lazy import import_path
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig, RunConfig
-from mmod.training.engine.distributed import Process, choose_device
+from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, RoutedResult
 from mmod.training.engine.task import Task
 
