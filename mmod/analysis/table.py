@@ -122,7 +122,7 @@ def compare(
 ) -> Iterator[AnyJob]:
     """Do jobs, each with a candidate, a seed and perhaps a part of the samples, and yield it once its rows are there.
 
-    A stopped comparison resumes if `measure` keeps rows in a store, see `measured_once`, or in the folder of a run. The
+    A stopped comparison resumes if `measure` keeps rows in a store, see `rows_once`, or in the folder of a run. The
     jobs of candidates that a training config describes are those of a `mmod.studies.runs.Comparison`; others are models
     in memory, of which the rows so far may decide who is measured next.
 
@@ -150,7 +150,7 @@ def fill(
         pass
 
 
-def measured_once(store: Store, identity: Mapping[str, object], measure: Callable[[], Measured]) -> Measured:
+def rows_once(store: Store, identity: Mapping[str, object], measure: Callable[[], Measured]) -> Measured:
     """Return rows from a store, and measure them if they are not there."""
     return Measured(**store.once(identity, lambda: measure()._asdict()))
 

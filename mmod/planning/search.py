@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, by_first_batch, find_part, find_parts
 from mmod.analysis.modes import in_mode
-from mmod.analysis.table import Look, Measured, Table, evaluated, fill, measured_once
+from mmod.analysis.table import Look, Measured, Table, evaluated, fill, rows_once
 from mmod.config import RoutingConfig, Score
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store, fingerprint
@@ -238,7 +238,7 @@ def divergences(
             # The dense outputs of a batch stand for the model and the batch.
             "outputs": known,
         }
-        return measured_once(store, identity, added)
+        return rows_once(store, identity, added)
 
     fill(table, rounds(), measure, runner)
     check_rows(max((evaluated(table, name) for name in plans), default=0))

@@ -26,7 +26,7 @@ from mmod.analysis.table import (
     gap,
     interval_of,
     mean_of,
-    measured_once,
+    rows_once,
 )
 from mmod.analysis.timing import KEPT_TIMES, Times, ratios, times_once
 from mmod.io.files import write_json
@@ -461,7 +461,7 @@ def evaluate_once(
     start, stop = look.part.start, look.part.stop
     named = {"candidate": look.name, "code": candidate.code(samples.part, False), "image_size": candidate.image_size}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
-    return measured_once(store, identity, lambda: samples.evaluate(model, start, stop))
+    return rows_once(store, identity, lambda: samples.evaluate(model, start, stop))
 
 
 def _times(store: Store, entrants: Mapping[str, Entrant]) -> tuple[Times[str], float]:

@@ -19,7 +19,7 @@ from mmod.io.store import OptionalStore, Store
 from mmod.methods.base import methods_inside, undo_
 from mmod.model import copy_of
 from mmod.planning.candidate import Candidate
-from mmod.studies.measure import Measurer, identity_of, measured_of, times_of
+from mmod.studies.measure import Measurer, identity_of, rows_of, times_of
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import BatchStore
@@ -76,7 +76,7 @@ def _batches_of(config: RunConfig) -> Iterator[BatchStore]:
 
 def _evaluated(batches: BatchStore, progress: bool, run: Run, callback: Callback, measurer: Measurer) -> Measured:
     """Evaluate the model that a run starts from."""
-    return measured_of(evaluate(run.start, measurer.load(run.start), progress, batches).result)
+    return rows_of(evaluate(run.start, measurer.load(run.start), progress, batches).result)
 
 
 def _dense_of(model: nn.Module) -> nn.Module | None:

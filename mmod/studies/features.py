@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.analysis.table import DENSE, Measured, Table, Weigh, gap, gaps, measured_once
+from mmod.analysis.table import DENSE, Measured, Table, Weigh, gap, gaps, rows_once
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Callback
@@ -245,7 +245,7 @@ def _probe(
         "folds": study.config.folds,
     }
     measure = functools.partial(_evaluate, study, kind, load, callback, features, dense is not None)
-    return measured_once(store, identity, measure)
+    return rows_once(store, identity, measure)
 
 
 def _evaluate(

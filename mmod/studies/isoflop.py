@@ -29,7 +29,7 @@ from mmod.losses import auxiliary_loss
 from mmod.methods.base import deciding_together
 from mmod.planning.candidate import Candidate
 from mmod.studies.isoflop_config import IsoflopConfig
-from mmod.studies.measure import Measurer, fit, measured_of
+from mmod.studies.measure import Measurer, fit, rows_of
 from mmod.studies.question import question_of
 from mmod.studies.rates import Rates, at_rates, best_rates
 from mmod.studies.report import StudyResult, write_outcome
@@ -235,7 +235,7 @@ def _check_text(settings: list[Setting]) -> None:
 
 
 def _train(run: Run, callback: Callback, measurer: Measurer) -> Measured:
-    return measured_of(fit(run.training, callback, measurer.store).best)
+    return rows_of(fit(run.training, callback, measurer.store).best)
 
 
 def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:

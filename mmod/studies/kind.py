@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -13,7 +14,7 @@ from mmod.analysis.timing import Reading
 from mmod.io.jobs import Callback
 from mmod.io.tables import Column, MarkdownTable
 from mmod.lazy import import_path
-from mmod.studies.measure import Measurer, measure_run
+from mmod.studies.measure import Measure, Measurer, measure_run
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.kind import Kind, readings
 
@@ -74,12 +75,14 @@ class Study(NamedTuple):
         """The training config of the dense model."""
         return self.comparison.dense
 
-
-def measured(study: Study, run: Run, callback: Callback, measurer: Measurer) -> Measured:
-    """Train a run's model, or evaluate it as it starts."""
-    before = study.config.score if study.config.before else None
-    # Models of several seeds are paired by seed.
-    return measure_run(run, callback, measurer, before=before, by_sample=study.comparison.seeds == 1)
+    @property
+    def measure(self) -> Measure:
+        """What does its runs; other processes get it pickled."""
+        if self.kind.measure is not None:
+            return partial(self.kind.measure, self)
+        before = self.config.score if self.config.before else None
+        # Models of several seeds are paired by seed.
+        return partial(measure_run, before=before, by_sample=self.comparison.seeds == 1)
 
 
 def nothing(*_: object) -> dict[str, Any]:
@@ -97,7 +100,7 @@ class StudyKind:
         tell: Says what follows from the table.
         weigh: See `Table.weigh`.
         describe: Returns what is known of the data and the dense model before anything runs.
-        measure: Does a run; other processes get the study pickled.
+        measure: Does a run; None does it by `mmod.studies.measure.measure_run`.
         draw: Draws the tokens that a routed candidate keeps, where they are those of pictures; None draws none.
         readings: Returns the passes that are timed, see `mmod.training.engine.kind.readings`.
         derive: Returns further columns of a candidate that follow from those of times.
@@ -109,7 +112,7 @@ class StudyKind:
     tell: Callable[[Study, Table, Runs, Lines, Facts], Told]
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
     describe: Callable[[Study], Facts] = nothing
-    measure: Callable[[Study, Run, Callback, Measurer], Measured] = measured
+    measure: Callable[[Study, Run, Callback, Measurer], Measured] | None = None
     draw: Callable[[Study, Run, nn.Module], Figure | None] | None = None
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings
     derive: Callable[[Mapping[str, float]], Mapping[str, float]] = nothing

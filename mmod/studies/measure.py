@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from mmod.analysis.table import DENSE, Measured, measured_once
+from mmod.analysis.table import DENSE, Measured, rows_once
 from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
 from mmod.config import RoutingConfig
 from mmod.io.files import locked, make_folder
@@ -173,20 +173,20 @@ def measure_run(
         by_sample: Keep the outcomes of samples of trained models too, for which runs that are read are evaluated.
     """
     if not run.is_trained:
-        return evaluate_start(measurer.store, run.start, measurer.load)
+        return evaluate_once(measurer.store, run.start, measurer.load)
     figures: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
     if before is not None and not run.candidate.from_scratch:
-        start = evaluate_start(measurer.store, run.start)
+        start = evaluate_once(measurer.store, run.start)
         figures[BEFORE] = start.figures[before]
         if by_sample and before in start.outcomes:
             outcomes[BEFORE] = start.outcomes[before]
     fitted = fit(run.training, callback, measurer.store)
-    rows = measured_of(fitted.best)
+    rows = rows_of(fitted.best)
     if by_sample:
         evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
         # Kept in the store: the record of a finished run has no outcomes of samples.
-        final = evaluate_start(measurer.store, run.final, evaluated=evaluated)
+        final = evaluate_once(measurer.store, run.final, evaluated=evaluated)
         rows = rows._replace(samples=final.samples)
         outcomes |= final.outcomes
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
@@ -206,10 +206,12 @@ def fit(run_config: RunConfig, callback: Callback, store: Store) -> FitResult[An
     return fitted
 
 
-def evaluate_start(store: Store, kind: Kind, load: Load = load, evaluated: Evaluated | None = None) -> Measured:
-    """Evaluate the model that a run starts from, once; `load` loads it if it was not evaluated before.
+def evaluate_once(store: Store, kind: Kind, load: Load = load, evaluated: Evaluated | None = None) -> Measured:
+    """Evaluate a model once, the one that a run starts from or its final one.
 
     Args:
+        kind: Makes the model and its data: `Run.start` or `Run.final`.
+        load: Loads it, if it was not evaluated before.
         evaluated: Its evaluation, where the training that ended with it has made it.
     """
     identity = {"work": "rows of samples", **identity_of(kind.config)}
@@ -217,12 +219,12 @@ def evaluate_start(store: Store, kind: Kind, load: Load = load, evaluated: Evalu
     def measure() -> Measured:
         result, outcomes = evaluated or evaluate(kind, load(kind))
         samples = max(map(len, outcomes.values()), default=0)
-        return measured_of(result)._replace(samples=samples, outcomes=outcomes)
+        return rows_of(result)._replace(samples=samples, outcomes=outcomes)
 
-    return measured_once(store, identity, measure)
+    return rows_once(store, identity, measure)
 
 
-def measured_of(evaluation: RoutedResult) -> Measured:
+def rows_of(evaluation: RoutedResult) -> Measured:
     """Return what the table of a comparison keeps of an evaluation."""
     samples = getattr(evaluation, "samples", 0)
     return Measured(evaluation.columns(), evaluation.kept, samples, text=str(evaluation))
@@ -245,20 +247,20 @@ def times_of(
         runs: By name; that of the dense model among them.
         readings: The passes that are timed, as `mmod.training.engine.kind.readings`.
     """
-    kinds = {name: run.final for name, run in runs.items()}
-    identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(sizes)}
+    finals = {name: run.final for name, run in runs.items()}
+    identity = {"models": {name: identity_of(final.config) for name, final in finals.items()}, "sizes": list(sizes)}
 
     def all_readings() -> Readings[tuple[str, int]]:
         passes: dict[str, dict[tuple[str, int], Reading]] = {}
-        for name, kind in kinds.items():
-            model = measurer.load(kind)
+        for name, final in finals.items():
+            model = measurer.load(final)
             passes[name] = {}
             for size in sizes:
                 # As many samples at every size, where that takes few passes.
                 passes_of_size = min(max(sizes) // size, PASSES)
-                by_input = readings(kind, model, size, passes_of_size)
+                by_input = readings(final, model, size, passes_of_size)
                 passes[name] |= {(inputs, size): reading for inputs, reading in by_input.items()}
         return passes
 
-    device = device_of(kinds[DENSE])
+    device = device_of(finals[DENSE])
     return times_once(measurer.store, identity, all_readings, device, rounds=rounds, shown=shown)

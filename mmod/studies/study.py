@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from mmod.analysis.style import save_picture
@@ -92,7 +91,7 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
     rated = " besides runs that try learning rates" if trials else ""
     runner.say(". ".join([f"{compared_models(comparison, runs)}{rated}{ahead}", *comparison.notes]))
-    measurer = Measurer(partial(study.kind.measure, study), store)
+    measurer = Measurer(study.measure, store)
     table = Table(weigh=study.kind.weigh)
     if rates is not None:
         table.rates = best_rates(runs, rates, measurer.store, runner, rates_folder)
@@ -134,8 +133,7 @@ def _rates_of(study: Study) -> Rates | None:
         return None
     # Of a trial the trained model alone counts.
     trial = study._replace(config=dataclasses.replace(config, before=False))
-    measure = partial(trial.kind.measure, trial)
-    return Rates(config.rates, config.score, measure, {"val_split": config.rate_split})
+    return Rates(config.rates, config.score, trial.measure, {"val_split": config.rate_split})
 
 
 def compared_models(comparison: Comparison, runs: Sequence[Run]) -> str:

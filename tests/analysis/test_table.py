@@ -27,7 +27,7 @@ from mmod.analysis.table import (
     interval_of,
     mean_of,
     means_over_seeds,
-    measured_once,
+    rows_once,
 )
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store
@@ -287,7 +287,7 @@ def test_a_stopped_comparison_measures_nothing_again(tmp_path: Path) -> None:
             right_N = np.arange(3) * job.part
             return Measured({"top1": job.part}, {"blocks.1": 0.5}, 3, outcomes={"right": right_N})
 
-        return measured_once(Store(tmp_path / "store.jsonl"), {"name": job.name, "seed": job.seed}, compute)
+        return rows_once(Store(tmp_path / "store.jsonl"), {"name": job.name, "seed": job.seed}, compute)
 
     jobs = [Look(name=name, seed=seed, part=0.25 + seed) for seed in (0, 1) for name in ("dense", "a")]
     with pytest.raises(KeyboardInterrupt):

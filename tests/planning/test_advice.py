@@ -23,7 +23,7 @@ from mmod.adapters import by_first_batch, find_stacks
 from mmod.analysis import timing
 from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import Estimate
-from mmod.analysis.table import Measured, measured_once
+from mmod.analysis.table import Measured, rows_once
 from mmod.analysis.timing import Spread
 from mmod.blocks import MethodWarning
 from mmod.io.store import Store
@@ -580,9 +580,9 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
                 raise KeyboardInterrupt
             return measure()
 
-        return measured_once(store, identity, compute)
+        return rows_once(store, identity, compute)
 
-    monkeypatch.setattr(trials, "measured_once", counted)
+    monkeypatch.setattr(trials, "rows_once", counted)
     with pytest.raises(KeyboardInterrupt):
         mmod.advise(make(), [pictures(4)], **options)
     advice = mmod.advise(make(), [pictures(4)], **options)
@@ -597,7 +597,7 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
     turned.head.weight.data = turned.head.weight.data.flip(0)
     for model, batches in ((make(), [(pictures(3), labels[:3])]), (turned, [pictures(4)])):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trials, "measured_once", measured_once)
+            patch.setattr(trials, "rows_once", rows_once)
             expected = mmod.advise(model, batches, **{**options, "folder": None})
         ran[:] = [""] * 2
         # The store may be shared; a page is not replaced.

@@ -20,7 +20,7 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.measure import Measurer, evaluate_start, identity_of, measure_run
+from mmod.studies.measure import Measurer, evaluate_once, identity_of, measure_run
 from mmod.studies.runs import Comparison
 from mmod.training import fit
 from mmod.training.engine.kind import load
@@ -113,7 +113,7 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     monkeypatch.setattr(ImageKind, "score", lambda *args: calls.append("") or evaluate_all(*args))  # type: ignore[func-returns-value]
 
     def evaluated(folder: Path, config: TrainConfig) -> Measured:
-        rows = evaluate_start(Store(folder / STORE), ImageKind(config))
+        rows = evaluate_once(Store(folder / STORE), ImageKind(config))
         # What models are paired by has the mean that is shown.
         assert rows.figures["top1"] == pytest.approx(100 * rows.outcomes["top1"].mean())
         assert rows.samples == len(rows.outcomes["top1"]) == 64
