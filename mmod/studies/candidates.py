@@ -33,7 +33,7 @@ from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
 from mmod.studies.config import StudyConfig
-from mmod.studies.runs import BASE, Comparison, run_config_of
+from mmod.studies.runs import UNTUNED, Comparison, run_config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import unfinished
 from mmod.training.engine.start import sketch
@@ -66,7 +66,7 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
         if one.from_scratch:
             candidates[number] = dataclasses.replace(one, changes=merged({"epochs": epochs}, one.changes))
     candidates = with_controls(candidates, config.routers, config.controls, is_of_parts=not dense.part)
-    names = Counter([BASE, *(candidate.name for candidate in candidates)])
+    names = Counter([UNTUNED, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
     notes = []
@@ -101,9 +101,8 @@ def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     dense = from_plain(kind_config, fields, "dense")
     start = fields
     if config.train_dense:
-        # Fine-tuning starts from the trained dense model, whatever the dense config starts from. Its folder differs by
-        # seed: `Comparison.runs` puts it in place of this one.
-        start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
+        # Fine-tuning starts from the trained dense model, whatever the dense config starts from.
+        start = {**fields, "model": dataclasses.asdict(as_trained(dense).model)}
     try:
         tuned = from_plain(kind_config, merged(start, config.finetune), "finetune")
     except ValueError as error:
@@ -116,6 +115,14 @@ def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
         ) from error
     config.check_runs(dense, tuned)
     return dense, tuned
+
+
+def as_trained(dense: RunConfig) -> RunConfig:
+    """Return the dense model's config as if its run had ended, as what fine-tunes it needs weights.
+
+    They are in the folder of all runs here. `Comparison.runs` names the dense model's run of each seed instead.
+    """
+    return dense.started_from(dense.output)
 
 
 def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -207,10 +214,9 @@ def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
     """Return the FLOPs of an image before any weights are there; None where they depend on the data or on a search."""
     if candidate.search is not None:
         return None
-    # Teachers and frozen weights are refused of a model from scratch, which a fine-tuned one is not: the dense model's
-    # folder stands for the weights to come.
-    checkpoint = None if candidate.from_scratch else dense.output
-    run_config: Any = run_config_of(candidate, dense.started_from(checkpoint))
+    # Teachers and frozen weights are refused of a model without weights.
+    start = dense.started_from(None) if candidate.from_scratch else as_trained(dense)
+    run_config: Any = run_config_of(candidate, start)
     try:
         counted = sketch(kind_of(run_config))
         if by_data(counted):

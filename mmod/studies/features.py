@@ -155,7 +155,7 @@ def _measure(study: Study, run: Run, callback: Callback, measurer: Measurer) -> 
     further: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
     if run.is_trained:
-        if study.config.before:
+        if study.config.before and run.is_tuned:
             score = study.config.score
             start = _probe(study, measurer.store, run.start)
             further[BEFORE] = start.figures[score]

@@ -282,9 +282,9 @@ def code_of(study: Study, candidates: Sequence[Candidate]) -> list[str]:
 
 def _opening(study: Study) -> str:
     """Return the line of Python that opens the dense model which candidates are made from."""
-    base = study.comparison.base(seed=0)
-    if base is not None and base.is_trained:
-        return opening_line(base.training.output)
+    dense = study.comparison.dense_run(seed=0)
+    if dense is not None and dense.is_trained:
+        return opening_line(dense.training.output)
     model = study.dense.model
     named = model.checkpoint
     # Folders that say which model they hold.

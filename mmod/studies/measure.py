@@ -24,7 +24,7 @@ from mmod.opening.runs import weight_sums
 from mmod.planning.candidate import PlanOptions
 from mmod.planning.plan_search import PlanSearch, named_options
 from mmod.planning.search import search_plan
-from mmod.studies.runs import BASE, Run
+from mmod.studies.runs import UNTUNED, Run
 from mmod.training import kinds
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
@@ -61,7 +61,7 @@ class Measurer:
             # Training needs the memory.
             self.models.clear()
         rows = self.measure(self.ready(run), callback, self)
-        return None if run.name == BASE else rows
+        return None if run.name == UNTUNED else rows
 
     def __getstate__(self) -> dict[str, object]:
         # Other processes load the models that they need.
@@ -176,7 +176,7 @@ def measure_run(
         return evaluate_once(measurer.store, run.start, measurer.load)
     figures: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
-    if before is not None and not run.candidate.from_scratch:
+    if before is not None and run.is_tuned:
         start = evaluate_once(measurer.store, run.start)
         figures[BEFORE] = start.figures[before]
         if by_sample and before in start.outcomes:

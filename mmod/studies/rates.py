@@ -72,7 +72,7 @@ def trials_of(runs: Sequence[Run], rates: Rates, folder: Path) -> dict[str, list
 
 def _start_of(runs: Sequence[Run]) -> list[Run]:
     """Return the run of the dense model that trials start from, if it is trained."""
-    return [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
+    return [run for run in runs[:1] if run.is_trained and not run.is_tuned]
 
 
 def _trial(run: Run, rates: Rates, factor: float, folder: Path) -> Run:

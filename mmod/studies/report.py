@@ -288,12 +288,12 @@ def epochs_of(run: Run, before: float | None) -> str:
         before: Epochs of the dense model; None where they are not known.
     """
     epochs = run.training.epochs
-    if run.candidate.from_scratch:
-        return str(epochs) if run.is_trained else ""
-    base = "" if before is None else f"{before:g} "
+    if run.is_trained and not run.is_tuned:
+        return str(epochs)
+    of_dense = "" if before is None else f"{before:g} "
     if not run.is_trained:
-        return base.strip()
-    shown = f"{base}+ {epochs}"
+        return of_dense.strip()
+    shown = f"{of_dense}+ {epochs}"
     # Of conversations, which parts of the model train.
     trained = getattr(run.training, "trained", None)
     if trained is not None:

@@ -35,8 +35,8 @@ from mmod.training.engine.kind import Kind
 from mmod.training.engine.start import sketch
 from mmod.training.kinds import kind_of
 
-BASE = "base"
-"""Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
+UNTUNED = "base"
+"""Name of the dense model's run, and of its folder, where "dense" is the one that is fine-tuned like the others."""
 # Epochs that take about as long as evaluating once.
 _EVALUATION = 0.05
 Config = TypeVar("Config", bound=RunConfig)
@@ -49,6 +49,8 @@ class Run(Job):
     candidate: Candidate
     training: Any  # Its training config, which says what it starts from, and what it is evaluated on.
     is_trained: bool = True
+    # Whether it is trained by the config of fine-tuning; the dense model's own run, and models from scratch, are not.
+    is_tuned: bool = False
     # The searches of its series, one for each budget, if the candidate's own plan is still to be found; their folder.
     searches: tuple[PlanOptions, ...] = ()
     plans: Path = Path()
@@ -120,18 +122,18 @@ class Comparison:
 
         | the dense model is | run of the dense config | the others start from |
         | :----------------- | :---------------------- | :-------------------- |
-        | trained, then tuned like the others | "base" | "base" |
+        | trained, then tuned like the others | `UNTUNED` | `UNTUNED` |
         | trained | "dense" | "dense" |
         | loaded, then tuned like the others | none | the weights that `train` names |
         | loaded | "dense", which is evaluated alone | the weights that `train` names |
         """
-        base = self.base(seed)
-        if base is None:
+        dense = self.dense_run(seed)
+        if dense is None:
             return [self._run_from(candidate, seed, None) for candidate in self.candidates]
-        others = [candidate for candidate in self.candidates if candidate.name != base.name]
+        others = [candidate for candidate in self.candidates if candidate.name != dense.name]
         # A model that is evaluated alone leaves no folder to start from.
-        start = base if base.is_trained else None
-        return [base, *(self._run_from(candidate, seed, start) for candidate in others)]
+        start = dense if dense.is_trained else None
+        return [dense, *(self._run_from(candidate, seed, start) for candidate in others)]
 
     @property
     def folder(self) -> Path:
@@ -143,35 +145,36 @@ class Comparison:
         """Whether the dense model is fine-tuned like the others."""
         return any(one.name == DENSE and self.is_trained(one) for one in self.candidates)
 
-    def base(self, seed: int) -> Run | None:
+    def dense_run(self, seed: int) -> Run | None:
         """Return the run of the dense model as its own config makes it; None where there is none."""
         dense = next((one for one in self.candidates if one.name == DENSE), None)
         if dense is None or self.is_trained(dense):
             if not self.train_dense:
                 return None
-            dense = Candidate(BASE)
+            dense = Candidate(UNTUNED)
         folder = self.folder_of(dense.name, seed)
         if self.bases:
             # In a comparison that tunes its dense model, the one that all start from has this name.
-            folder = Path(self.bases, f"seed{seed}", BASE)
+            folder = Path(self.bases, f"seed{seed}", UNTUNED)
         run_config = dataclasses.replace(self.dense, output=str(folder), seed=seed)
-        # It starts from what its config says, like a model from scratch.
-        return _run(dataclasses.replace(dense, from_scratch=True), run_config, self.train_dense)
+        return _run(dense, run_config, self.train_dense)
 
-    def _run_from(self, candidate: Candidate, seed: int, base: Run | None) -> Run:
-        """Return the run of a candidate, which starts from a run that is trained before, if there is one."""
+    def _run_from(self, candidate: Candidate, seed: int, dense: Run | None) -> Run:
+        """Return the run of a candidate, which starts from that of the dense model, if this is trained before."""
         if candidate.from_scratch:
             start = self.dense.started_from(None)
-            base = None
+            dense = None
         else:
             start = self.train or self.dense
-        if base is not None:
-            start = start.started_from(base.training.output)
+        if dense is not None:
+            start = start.started_from(dense.training.output)
         folder = self.folder_of(candidate.name, seed)
         run_config = run_config_of(candidate, dataclasses.replace(start, seed=seed))
-        run = _run(candidate, dataclasses.replace(run_config, output=str(folder)), self.is_trained(candidate))
-        if base is not None:
-            run = dataclasses.replace(run, starts_from=(base.name, seed))
+        is_trained = self.is_trained(candidate)
+        is_tuned = is_trained and not candidate.from_scratch
+        run = _run(candidate, dataclasses.replace(run_config, output=str(folder)), is_trained, is_tuned)
+        if dense is not None:
+            run = dataclasses.replace(run, starts_from=(dense.name, seed))
         if candidate.search is None:
             return run
         series = [other.search for other in self.candidates if other.series == candidate.series]
@@ -208,7 +211,7 @@ def run_config_of(candidate: Candidate, start: Config) -> Config:
     return run_config.at_size(cast(int, candidate.image_size))
 
 
-def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool) -> Run:
+def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool, is_tuned: bool = False) -> Run:
     # In any unit that the runs of a comparison share.
     work = _EVALUATION
     if is_trained:
@@ -220,6 +223,7 @@ def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool) -> Run:
         work=work,
         candidate=candidate,
         is_trained=is_trained,
+        is_tuned=is_tuned,
     )
 
 
@@ -235,7 +239,7 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
         if started.model.checkpoint in written:
             started = started.sketched_by(comparison.dense)
         shared, tuned = comparison.keys
-        keys = shared if run.candidate.from_scratch else tuned
+        keys = tuned if run.is_tuned else shared
         try:
             if run.is_trained:
                 started.check_schedule()

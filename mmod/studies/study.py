@@ -25,7 +25,7 @@ from mmod.studies.measure import Measurer, identity_of, times_of
 from mmod.studies.question import question_of
 from mmod.studies.rates import Rates, at_rates, best_rates, trials_of
 from mmod.studies.report import StudyResult, write_study
-from mmod.studies.runs import BASE, Comparison, Run
+from mmod.studies.runs import UNTUNED, Comparison, Run
 from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, samples_of_epoch
 
 
@@ -144,7 +144,7 @@ def compared_models(comparison: Comparison, runs: Sequence[Run]) -> str:
     if controls:
         told.append(f"{controls} {'control' if controls == 1 else 'controls'}")
     # The dense model that all start from is no row where it is then tuned as they are.
-    if any(run.name == BASE for run in runs):
+    if any(run.name == UNTUNED for run in runs):
         told.append("the dense model before fine-tuning")
     text = " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
     seeds = len({run.seed for run in runs})
