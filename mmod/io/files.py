@@ -389,11 +389,37 @@ def lock_of(folder: str | Path) -> Path:
     return path.parent / f".{path.name}.lock"
 
 
+def is_locked(folder: str | Path) -> bool:
+    """Return whether another process holds the lock of a folder; nothing is written, and nobody else kept waiting.
+
+    False where that cannot be asked, as in a folder that cannot be read, or on a system without such locks.
+    """
+    try:
+        import fcntl
+    # On Windows.
+    except ImportError:
+        return False
+    try:
+        # A lock that is shared needs no right to write, and others may ask at the same time.
+        with lock_of(folder).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def check_free_of_others(folder: str | Path) -> None:
     """Raise a LockedError if another process holds the lock of a folder; nothing is written."""
-    if lock_of(folder).exists():
-        with locked(folder, wait=False):
-            pass
+    if is_locked(folder):
+        raise _taken(folder)
+
+
+def _taken(folder: str | Path) -> LockedError:
+    return LockedError(
+        f"another process is writing to {str(folder)!r}: wait for it to end, or name another folder, --output FOLDER"
+    )
 
 
 @contextmanager
@@ -418,10 +444,7 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout as error:
-            raise LockedError(
-                f"another process is writing to {str(folder)!r}: wait for it to end, or name another folder, "
-                "--output FOLDER"
-            ) from error
+            raise _taken(folder) from error
     try:
         yield
     except BaseException:

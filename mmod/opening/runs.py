@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import SUMS, DamagedFileError, near_paths, sha256
+from mmod.io.files import SUMS, DamagedFileError, LockedError, is_locked, near_paths, sha256
 from mmod.io.tensors import WEIGHTS
 from mmod.io.yaml import read_yaml
 from mmod.values import one_of
@@ -143,10 +143,25 @@ def holds_work(folder: str | Path) -> bool:
 def check_holds_work(path: str | Path) -> None:
     """Raise a FileNotFoundError for the folder of a run that was stopped before its first checkpoint."""
     if find_run(path) == Path(path) and not holds_work(path):
+        check_at_rest(path)
         raise FileNotFoundError(
             f"the run in {str(path)!r} was stopped before its first checkpoint, so it has no weights: start it again, "
             "or name another model"
         )
+
+
+def check_at_rest(path: str | Path) -> None:
+    """Raise a LockedError for the folder of a run that trains now: it stands for its last checkpoint, which changes.
+
+    The final model of a run is written once, and a checkpoint that is named is always the same.
+    """
+    folder = Path(path)
+    if find_run(folder) != folder or (folder / FINAL_MODEL).exists() or not is_locked(folder):
+        return
+    raise LockedError(
+        f"the run in {str(path)!r} is training, so that its last checkpoint will change: wait for it to end, or copy "
+        f"the folder, `cp -r {path} {folder}-copy`, and name the copy"
+    )
 
 
 def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:

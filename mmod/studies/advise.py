@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 from mmod.io.files import check_folder, check_place, folder_name, near_paths
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option
-from mmod.opening.runs import check_holds_work, check_source, find_run, find_weights, read_run_config
+from mmod.opening.runs import (
+    check_at_rest,
+    check_holds_work,
+    check_source,
+    find_run,
+    find_weights,
+    read_run_config,
+)
 from mmod.planning.candidate import TOLERANCE
 from mmod.values import Mistakes, check_value
 
@@ -108,9 +115,11 @@ def _check_files(options: argparse.Namespace) -> None:
             raise FileNotFoundError(f"no run or model at {options.model!r}{near_paths(path)}")
         elif options.prompts is not None:
             check_source(options.model)
+        check_at_rest(options.model)
         check_holds_work(options.model)
     with missing.collected():
         if options.checkpoint is not None:
+            check_at_rest(options.checkpoint)
             find_weights(options.checkpoint)
     with missing.collected():
         if options.prompts is not None and not Path(options.prompts).is_file():
@@ -161,7 +170,7 @@ def _parser() -> OneLineParser:
         "model",
         metavar="MODEL",
         help="a name of timm, open_clip:ARCHITECTURE or open_clip:ARCHITECTURE:WEIGHTS, the folder of a run (its last "
-        "checkpoint if it is not finished), or one that mmod.save_pretrained, timm or transformers saved; with "
+        "checkpoint if it was stopped), or one that mmod.save_pretrained, timm or transformers saved; with "
         "--prompts a run, or a LLaVA-style model with its processor",
     )
     parser.add_argument("--images", metavar="FOLDER", help="images, perhaps in a folder for each class")

@@ -117,6 +117,7 @@ def search_for(kind: Kind, searches: Sequence[PlanOptions], folder: Path) -> lis
         raise ValueError("a plan is searched for a dense model: set `routing: null`")
     if not kind.config.model.has_weights:
         raise ValueError("nothing to search: the config starts from no weights; set model.checkpoint")
+    kind.config.check_weights()
     model = load(kind)
     found = []
     for options in searches:

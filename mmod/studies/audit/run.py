@@ -34,7 +34,7 @@ from mmod.io.files import near_paths, read_json_object, write_atomically, write_
 from mmod.io.records import read_record, record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
-from mmod.opening.runs import RUN_CONFIG, find_run, run_classes, told_sums, weight_sums
+from mmod.opening.runs import RUN_CONFIG, check_at_rest, find_run, run_classes, told_sums, weight_sums
 from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of
 from mmod.studies.measure import identity_of
@@ -73,6 +73,9 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         raise ValueError(
             f"audit.generation must be a multiple of data.length={config.data.length}, got {options.generation}"
         )
+    config.check_weights()
+    for path in filter(None, (options.reference, *options.baselines)):
+        check_at_rest(path)
     kind = kind_of(config.plain())
     # Before anything is read: random weights have learned nothing.
     model = load(kind) if config.model.has_weights else None

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.runs import check_holds_work, find_run, find_weights, read_run_config
+from mmod.opening.runs import check_at_rest, check_holds_work, find_run, find_weights, read_run_config
 from mmod.plain import from_plain
 from mmod.training.engine.groups import (
     DistributedConfig,
@@ -189,7 +189,7 @@ class RunConfig:
         return ()
 
     def check_weights(self) -> None:
-        """Raise a FileNotFoundError if the weights that the run starts from are missing; no hub is asked."""
+        """Raise if the weights that the run starts from are missing, or those of a run that trains; no hub is asked."""
 
     def check_kind(self, other: str) -> None:
         """Raise a ValueError if the weights that the run starts from are of a run of another kind.
@@ -206,6 +206,7 @@ class RunConfig:
             raise ValueError(
                 f"model.checkpoint={checkpoint!r} is a run of kind {kind!r}: name one of kind {self.kind!r}, or {other}"
             )
+        check_at_rest(checkpoint)
         check_holds_work(run)
 
     def check_schedule(self, world: int = 1) -> None:

@@ -1,0 +1,57 @@
+"""Weights that change while they are compared: a run that trains is refused, and a study that meets others ends."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmod.cli import main
+from mmod.io.files import locked
+from mmod.training import fit
+from mmod.training.engine.config import RunConfig
+from tests.kit.folders import save_images
+from tests.kit.image_study import config
+
+
+@pytest.fixture(scope="module")
+def run_config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Return the config of a run that has a checkpoint and no final model, as one that trains."""
+    dense = config(tmp_path_factory.mktemp("runs"), epochs=2)
+
+    def stop(step: Any) -> None:
+        if step.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense, progress=False, after_step=stop)
+    return dense
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["advise {} --images {images}", "tradeoff my-model --dense {}", "evaluate {}", "audit {}", "plan {}"],
+)
+def test_a_run_that_trains_is_refused_before_anything_is_measured(
+    words: str, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = words.format(run_config.output, images=save_images(tmp_path / "images")).split()
+    refused = pytest.raises(SystemExit, match=r"run' is training, so that its last checkpoint will change: wait for it")
+    with locked(run_config.output, wait=False), refused as end:
+        main([*line, "--output", str(tmp_path / "result")])
+    # Another time it is right.
+    assert end.value.code == 1
+    assert not (tmp_path / "result").exists()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_copy_of_a_run_that_trains_is_evaluated(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    with locked(run_config.output, wait=False):
+        shutil.copytree(run_config.output, copy)
+        main(["evaluate", str(copy)])
+    assert f"The model is the last checkpoint of the run {copy}" in capsys.readouterr().out
