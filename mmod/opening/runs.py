@@ -14,13 +14,15 @@ from typing import Any
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import SUMS, DamagedFileError, LockedError, is_locked, near_paths, sha256
+from mmod.io.files import SUMS, DamagedFileError, LockedError, is_locked, near_paths, read_text, sha256
 from mmod.io.tensors import WEIGHTS
 from mmod.io.yaml import read_yaml
 from mmod.values import one_of
 
 RUN_CONFIG = "config.yaml"
 """The config in a run folder."""
+RUN_HEADER = "# The config of a run; its last key is world_size.\n"
+"""First line of what a run writes there."""
 FINAL_MODEL = "model"
 """Folder of the final model in a run folder."""
 LAST_WEIGHTS = "last"
@@ -71,7 +73,11 @@ def read_run_config(run: Path) -> dict[str, Any]:
         fields = read_yaml(path)
     except ValueError as error:
         raise DamagedFileError(f"{error}. It is the config of a run: {remedy}") from error
-    missing = [key for key in ("output", "model", "data") if not fields.get(key)]
+    needed = ["output", "model", "data"]
+    if read_text(path).startswith(RUN_HEADER):
+        # The last that is written; a user's own file, which may lie there, need not have it.
+        needed.append("world_size")
+    missing = [key for key in needed if not fields.get(key)]
     if missing:
         raise DamagedFileError(
             f"{str(path)!r} is the config of a run, and lacks {', '.join(missing)}: it was cut off or edited; {remedy}"

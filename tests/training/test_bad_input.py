@@ -19,7 +19,7 @@ from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.io.files import DamagedFileError
 from mmod.io.records import differences
 from mmod.opening.language import config_of
-from mmod.opening.runs import find_weights, read_run_config
+from mmod.opening.runs import RUN_HEADER, find_weights, read_run_config
 from mmod.opening.weights import load_weights
 from mmod.plain import from_plain
 from mmod.training import TrainConfig
@@ -87,6 +87,7 @@ CUT_RUNS = {
         : DENSE.index("data")
     ]: "config.yaml' is the config of a run, and lacks data: it was cut off or edited; restore",
     DENSE[: DENSE.index("}}")]: "config.yaml, line 3: expected ',' or '}'",
+    RUN_HEADER + DENSE: "config.yaml' is the config of a run, and lacks world_size: it was cut off or edited; restore",
 }
 """Configs in a run folder, and what is said of them."""
 

@@ -33,6 +33,7 @@ from mmod.opening.runs import (
     LAST_WEIGHTS,
     RESULT,
     RUN_CONFIG,
+    RUN_HEADER,
     find_run,
     holds_work,
     list_checkpoints,
@@ -178,7 +179,7 @@ def run_once(
             # Of a start that was stopped before its first checkpoint, perhaps with another config.
             for name in (_FILES, CLASSES):
                 (folder / name).unlink(missing_ok=True)
-            write_atomically(folder / RUN_CONFIG, yaml.safe_dump(record, sort_keys=False))
+            write_atomically(folder / RUN_CONFIG, RUN_HEADER + yaml.safe_dump(record, sort_keys=False))
         if with_files and not (folder / _FILES).exists():
             write_json(folder / _FILES, _files_of(config), indent=1)
 
