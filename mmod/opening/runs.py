@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -246,6 +246,20 @@ def weight_sums(checkpoint: str) -> list[str]:
             path = find_weights(checkpoint)
             files = [path] if path.is_file() else _model_in(path)
     return [_sha256(file, file.stat().st_mtime_ns) for file in files]
+
+
+def check_unchanged(sums: Mapping[str, Sequence[str]]) -> None:
+    """Raise a ValueError if a path has other weights than it had.
+
+    Args:
+        sums: The `weight_sums` that each path had.
+    """
+    for path, before in sums.items():
+        if weight_sums(path) != before:
+            raise ValueError(
+                f"{path!r} has other weights than at the start, and figures of both say nothing of each other: restore "
+                "them to go on, or start anew in another folder, --output FOLDER"
+            )
 
 
 def told_sums(sums: Iterable[str]) -> str:

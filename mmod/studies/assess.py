@@ -19,7 +19,7 @@ from mmod.io.store import OptionalStore, Store
 from mmod.methods.base import methods_inside, undo_
 from mmod.model import copy_of
 from mmod.planning.candidate import Candidate
-from mmod.studies.measure import Measurer, identity_of, rows_of, times_of
+from mmod.studies.measure import Measurer, identity_of, rows_of, starting_weights, times_of
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import BatchStore
@@ -49,7 +49,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     runner = Runner(progress=False)
     table = Table()
     with _batches_of(config) as batches:
-        measurer = Measurer(partial(_evaluated, batches, progress), Store())
+        measurer = Measurer(partial(_evaluated, batches, progress), Store(), starting_weights(runs))
         for run in compare(table, [runs], measurer, runner):
             model = measurer.final(run)
             dense = _dense_of(model)

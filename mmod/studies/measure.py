@@ -20,7 +20,7 @@ from mmod.config import RoutingConfig
 from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Callback
 from mmod.io.store import STORE, Store
-from mmod.opening.runs import weight_sums
+from mmod.opening.runs import check_unchanged, weight_sums
 from mmod.planning.candidate import PlanOptions
 from mmod.planning.plan_search import PlanSearch, named_options
 from mmod.planning.search import search_plan
@@ -50,6 +50,8 @@ class Measurer:
 
     measure: Measure
     store: Store  # Keeps evaluations without training.
+    # By path, as they were when the comparison began, see `starting_weights`.
+    weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # By folder of the search and budget.
     plans: dict[Path, dict[float, dict[str, object]]] = field(default_factory=dict)
     # By their config. In the end all are timed in turns: they are kept until a model is trained.
@@ -57,6 +59,7 @@ class Measurer:
 
     def __call__(self, run: Run, callback: Callback) -> Measured | None:
         """Return the rows of a run; None of the one that others start from, which nothing is compared with."""
+        check_unchanged(self.weights)
         if run.is_trained:
             # Training needs the memory.
             self.models.clear()
@@ -72,6 +75,7 @@ class Measurer:
         key = str(kind.config)
         if key not in self.models:
             self.models[key] = load(kind)
+        check_unchanged(self.weights)
         return self.models[key]
 
     def final(self, run: Run) -> nn.Module:
@@ -159,6 +163,18 @@ def identity_of(run_config: RunConfig) -> dict[str, Any]:
     return {"kind": run_config.kind, "config": fields, "weights": weights}
 
 
+def starting_weights(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return the checksums of weights and teachers of runs, by path; what one of them writes is not there yet."""
+    paths: set[str] = set()
+    for run in runs:
+        paths |= set(run.training.model.weights.values())
+        teacher = run.training.teacher()
+        # The dense one has the weights that the run starts from.
+        if teacher is not None and teacher != "dense":
+            paths.add(teacher)
+    return {path: weight_sums(path) for path in paths - {run.training.output for run in runs}}
+
+
 def measure_run(
     run: Run,
     callback: Callback,
@@ -219,6 +235,8 @@ def evaluate_once(store: Store, kind: Kind, load: Load = load, evaluated: Evalua
 
     def measure() -> Measured:
         result, outcomes = evaluated or evaluate(kind, load(kind))
+        # They may have been written anew before they were loaded.
+        check_unchanged({path: identity["weights"][name] for name, path in kind.config.model.weights.items()})
         samples = max(map(len, outcomes.values()), default=0)
         return rows_of(result)._replace(samples=samples, outcomes=outcomes)
 

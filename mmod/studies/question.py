@@ -42,6 +42,8 @@ class Question:
     def check(self, folder: Path, report: str = REPORT) -> None:
         """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data.
 
+        And if, before it has a table, models in it were trained from other weights.
+
         Args:
             report: The file that says that there is a table.
         """
@@ -50,6 +52,7 @@ class Question:
             self._check_data(folder, answered)
         table = folder / report
         if not table.exists():
+            self._check_weights(folder, answered)
             return
         advice = "which this one would replace: name another folder, --output FOLDER, or remove the table"
         if answered is None:
@@ -70,6 +73,20 @@ class Question:
                 f"{str(folder)!r} has results of other evaluation data: restore its files, or name another folder, "
                 f"--output FOLDER. Differing: {changes}"
             )
+
+    def _check_weights(self, folder: Path, answered: Mapping[str, Any] | None) -> None:
+        """Raise a FolderTakenError if models in a folder were trained from other weights: they would be read again."""
+        if answered is None:
+            return
+        trained = [name for name, model in answered["models"].items() if model[_TRAINED] and name in self.models]
+        for name in trained:
+            before, now = ({"weights": model.get("weights")} for model in (answered["models"][name], self.models[name]))
+            changes = differences(before, now)
+            if changes:
+                raise FolderTakenError(
+                    f"{str(folder)!r} has the model {name!r}, which was trained from other weights: restore these, or "
+                    f"name another folder, --output FOLDER. Differing: {changes}"
+                )
 
     def _changes_from(self, answered: Mapping[str, Any]) -> str:
         """Return what keeps a study from going on with an answered one; empty where nothing does."""

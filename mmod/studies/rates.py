@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mmod.analysis.table import Measured, Table, by_seed, fill
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store
-from mmod.studies.measure import Measure, Measurer
+from mmod.studies.measure import Measure, Measurer, starting_weights
 from mmod.studies.runs import Run
 
 
@@ -50,7 +50,8 @@ def best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, 
     # Trials start from the dense model too, which may not be trained yet.
     jobs = _start_of(runs) + list(itertools.chain.from_iterable(trials.values()))
     table = Table()
-    fill(table, [jobs], functools.partial(_try, Measurer(rates.measure, store), rates.figure), runner)
+    measurer = Measurer(rates.measure, store, starting_weights(jobs))
+    fill(table, [jobs], functools.partial(_try, measurer, rates.figure), runner)
     best = {}
     for name, tried in trials.items():
         scores = [by_seed(table, rates.figure, trial.name)[rates.seed] for trial in tried]

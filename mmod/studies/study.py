@@ -21,7 +21,7 @@ from mmod.methods.route import is_routed
 from mmod.studies.candidates import comparison_from, comparison_of, training_configs
 from mmod.studies.config import StudyConfig, naming_dense
 from mmod.studies.kind import Study, study_kind
-from mmod.studies.measure import Measurer, identity_of, times_of
+from mmod.studies.measure import Measurer, identity_of, starting_weights, times_of
 from mmod.studies.question import question_of
 from mmod.studies.rates import Rates, at_rates, best_rates, trials_of
 from mmod.studies.report import StudyResult, write_study
@@ -91,7 +91,7 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
     rated = " besides runs that try learning rates" if trials else ""
     runner.say(". ".join([f"{compared_models(comparison, runs)}{rated}{ahead}", *comparison.notes]))
-    measurer = Measurer(study.measure, store)
+    measurer = Measurer(study.measure, store, starting_weights(runs))
     table = Table(weigh=study.kind.weigh)
     if rates is not None:
         table.rates = best_rates(runs, rates, measurer.store, runner, rates_folder)

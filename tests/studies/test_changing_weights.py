@@ -10,6 +10,11 @@ import pytest
 
 from mmod.cli import main
 from mmod.io.files import locked
+from mmod.io.records import FolderTakenError
+from mmod.io.store import STORE
+from mmod.studies.kind_configs import ImageStudyConfig
+from mmod.studies.question import Question
+from mmod.studies.study import run_study
 from mmod.training import fit
 from mmod.training.engine.config import RunConfig
 from tests.kit.folders import save_images
@@ -55,3 +60,39 @@ def test_a_copy_of_a_run_that_trains_is_evaluated(
         shutil.copytree(run_config.output, copy)
         main(["evaluate", str(copy)])
     assert f"The model is the last checkpoint of the run {copy}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_a_study_ends_where_its_weights_are_other_ones_than_at_its_start_and_goes_on_with_the_first(
+    tune: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (0, 1):
+        dense = config(tmp_path / f"{seed}", seed=seed)
+        fit(dense, progress=False)
+    first, other = (tmp_path / f"{seed}/run/model" for seed in (0, 1))
+    kept = shutil.copytree(first, tmp_path / "kept")
+    study = ImageStudyConfig(
+        output=str(tmp_path / "study"),
+        dense=str(tmp_path / "0/run"),
+        routers={"norm": {"router": "norm", "blocks": [1]}},
+        capacities=[0.5],
+        tune=tune,
+        finetune={"epochs": 1, "epoch_steps": 1},
+    )
+    keep = Question.keep
+
+    def replace_weights(question: Question, *args: Any) -> None:
+        keep(question, *args)
+        shutil.copytree(other, first, dirs_exist_ok=True)
+
+    monkeypatch.setattr(Question, "keep", replace_weights)
+    with pytest.raises(ValueError, match=r"0/run' has other weights than at the start, .*restore them to go on"):
+        run_study(study, progress=False)
+    store = (tmp_path / "study" / STORE).read_text()
+    monkeypatch.setattr(Question, "keep", keep)
+    if tune:
+        with pytest.raises(FolderTakenError, match="has the model 'dense', which was trained from other weights"):
+            run_study(study, progress=False)
+    shutil.copytree(kept, first, dirs_exist_ok=True)
+    run_study(study, progress=False)
+    assert (tmp_path / "study" / STORE).read_text().startswith(store)

@@ -116,7 +116,7 @@ def test_a_run_is_evaluated_and_planned_as_it_was_trained(
     candidate = mmod.planning.Candidate("searched", series="searched", search=options)
     run = Run(name="searched", seed=0, training=done, candidate=candidate, searches=(options,), plans=tmp_path)
     plans = {tmp_path: {options.budget: searched.to_dict()}}
-    ready = Measurer(measure_run, Store(), plans).ready(run)
+    ready = Measurer(measure_run, Store(), plans=plans).ready(run)
     assert list(mmod.routed_blocks(load(kind_of(ready.training)))) == list(mmod.routed_blocks(routed)) != []
 
 

@@ -384,10 +384,14 @@ class LoopConfig(RunConfig):
             )
 
     def check_weights(self) -> None:
-        """Raise a FileNotFoundError if the checkpoint is missing; see `RunConfig.check_weights`."""
+        """Raise if the checkpoint is missing, or a run that trains, or a teacher is; see `RunConfig.check_weights`."""
         if self.model.checkpoint is not None:
             find_weights(self.model.checkpoint)
         self.check_kind("a file of weights")
+        teacher = self.teacher()
+        # The dense one has the weights that were looked at.
+        if teacher is not None and teacher != "dense":
+            check_at_rest(teacher)
 
     def check_schedule(self, world: int = 1) -> None:
         """Refuse a run that would end in its warm-up, or whose learning rate is below the schedule's bounds."""
