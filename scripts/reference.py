@@ -5,7 +5,8 @@ In a page of the docs, a line stands before what is written here, up to `<!-- en
 
 - `<!-- api NAME ... -->`: the entries of these names. `NAME[one,two]` shows these members of a class, `NAME[]` none.
 - `<!-- names -->`: a list of all public names with entries, by page.
-- `<!-- scores -->` and `<!-- presets -->`: those that configs can name; of presets also the rest of their docstrings.
+- `<!-- scores -->` and `<!-- presets -->`: those that configs can name, the options of scores, and the rest of their
+  docstrings.
 - `<!-- options NAME -->`: the options of a config in their order; what stands in an earlier place is named alone.
 - `<!-- groups -->`: links to the groups of these options.
 - `<!-- common NAME KEY ... -->`: some keys of a config, each with the first sentence of its meaning.
@@ -45,6 +46,9 @@ PLACE = re.compile(
 )
 SECTION = re.compile(r"^(\w+):$", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}(?! )([^:]+):", re.MULTILINE)
+ARGS = re.compile(r"^Args:\n(?: .*\n?|\n)*", re.MULTILINE)
+# A name in backticks, and whether a reader is sent there.
+NAME = re.compile(r"(\b[Ss]ee (?:also )?)?(?<!\[)`([A-Za-z_][\w.:]*)`")
 WIDTH = 100
 
 
@@ -102,9 +106,9 @@ def _body(path: Path, kind: str, names: Sequence[str], section: str, options: Op
         case "names":
             return _linked(path, name_table(path))
         case "scores":
-            return _linked(path, score_table())
+            return _linked(path, f"{score_table()}\n\n{score_options()}\n\n{notes(SCORES)}")
         case "presets":
-            return _linked(path, f"{preset_table()}\n\n{preset_notes()}")
+            return _linked(path, f"{preset_table()}\n\n{notes(PRESETS)}")
         case "groups":
             return _GROUPS
         case "common":
@@ -115,20 +119,27 @@ def _body(path: Path, kind: str, names: Sequence[str], section: str, options: Op
 
 
 def _linked(path: Path, text: str) -> str:
-    """Let names that have entries lead there, outside of code and headings."""
+    """Let names that have entries lead there, outside of code and headings; behind "see", also without their module."""
 
     def link(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in entries():
+        see, name = match.groups()
+        shown = _entry_of(name, is_short=bool(see))
+        if shown is None:
             return match[0]
-        page = entries()[name]
+        page = entries()[shown]
         file = "" if page == path else _relative(page, path.parent)
-        return f"[`{name}`]({file}#{anchor(name)})"
+        return f"{see or ''}[`{name}`]({file}#{anchor(shown)})"
 
     parts = re.split(r"(^```.*?^```$|^#[^\n]*$)", text, flags=re.MULTILINE | re.DOTALL)
-    return "".join(
-        part if number % 2 else re.sub(r"(?<!\[)`(mmod[\w.:]*)`", link, part) for number, part in enumerate(parts)
-    )
+    return "".join(part if number % 2 else NAME.sub(link, part) for number, part in enumerate(parts))
+
+
+def _entry_of(name: str, is_short: bool) -> str | None:
+    """Return the name with the entry that describes a name: its own, or that of the class which it is a member of."""
+    known = {shown.replace(":", "."): shown for shown in entries()}
+    if is_short:
+        known |= {full.rpartition(".")[2]: shown for full, shown in known.items()}
+    return known.get(name) or known.get(name.rpartition(".")[0])
 
 
 def _relative(page: Path, folder: Path) -> str:
@@ -155,13 +166,17 @@ def _public_names(page: Path) -> list[str]:
 
 
 def score_table() -> str:
-    """Return a table of the scores that mmod registers, with their options."""
-    rows = []
+    """Return a table of the scores that mmod registers."""
+    rows = [f"| `{name}` | {first_sentence(SCORES[name])} |" for name in sorted(_own(SCORES))]
+    return "\n".join(["| score | the number that it gives a token |", "|---|---|", *rows])
+
+
+def score_options() -> str:
+    """Return a table of the options of these scores."""
+    lines = ["| score | option | values | default | meaning |", "|---|---|---|---|---|"]
     for name in sorted(_own(SCORES)):
-        score = SCORES[name]
-        options = [f"`{item.name}={_default_of(item)}`" for item in dataclasses.fields(score)]
-        rows.append(f"| `{name}` | {first_sentence(score)} | {', '.join(options)} |")
-    return "\n".join(["| score | the number that it gives a token | options |", "|---|---|---|", *rows])
+        lines += [f"| `{name}` | {' | '.join(row)} |" for row in _rows(SCORES[name], "")]
+    return "\n".join(lines)
 
 
 def preset_table() -> str:
@@ -170,14 +185,15 @@ def preset_table() -> str:
     return re.sub(r" {2,}", " ", re.sub(r"-{4,}", "---", table))
 
 
-def preset_notes() -> str:
-    """Return a list of what docstrings of presets say behind the line that the table has."""
-    notes = []
-    for name in sorted(_own(PRESETS)):
-        _, _, more = (inspect.getdoc(PRESETS[name]) or "").partition("\n\n")
+def notes(registry: Registry[Any]) -> str:
+    """Return a list of what docstrings say behind the line and the arguments that tables have."""
+    lines = []
+    for name in sorted(_own(registry)):
+        _, _, more = (inspect.getdoc(registry[name]) or "").partition("\n\n")
+        more = ARGS.sub("", more)
         if more:
-            notes.append(f"- **{name}**: {' '.join(more.split())}")
-    return "\n".join(notes)
+            lines.append(f"- **{name}**: {' '.join(more.split())}")
+    return "\n".join(lines)
 
 
 def _own(registry: Registry[Any]) -> list[str]:
@@ -222,8 +238,12 @@ def _with_inherited(kind: Any, text: str) -> str:
 
 def _ranges(kind: Any) -> dict[str, str]:
     """Return in words which numbers the fields of a config take, by name."""
-    hints = hints_of(kind)
-    limits = limits_of(kind)
+    try:
+        hints = hints_of(kind)
+        limits = limits_of(kind)
+    except NameError:
+        # Its types are imported for type checkers alone: nothing reads limits there.
+        return {}
     return {name: range_in_words(limits[name], hints[name]) for name in hints if isinstance(limits.get(name), str)}
 
 

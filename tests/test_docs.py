@@ -338,6 +338,28 @@ def test_names_of_the_guides_are_in_the_reference() -> None:
             assert inspect.ismodule(value) or not callable(value) or value in listed, f"{page}: {name} has no entry"
 
 
+@pytest.mark.parametrize("path", reference.pages(), ids=lambda path: path.name)
+def test_what_a_reader_of_the_reference_is_sent_to_is_described(path: Path) -> None:
+    text = FENCE.sub("", path.read_text())
+    # Arguments, members and keys; what has an entry is linked.
+    described = re.findall(r"^ *- `(\w+)`|^\*\*`(\w+)|^\| `([\w.]+)` \|", text, re.MULTILINE)
+    known = {name for names in described for name in names}
+    sent = re.findall(r"\b[Ss]ee (?:also )?(?:the )?`([\w.:]+)`", text)
+    assert not set(sent) - known, "say it in the docstring, or give the name an entry on a page"
+
+
+def test_every_option_of_a_score_has_a_row() -> None:
+    section = PAGES["docs/api/config.md"].partition("\n## Scores\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .+ \| `.+` \| .+ \|$", section, re.MULTILINE)
+    # Where this runs, other tests have registered scores.
+    scores = {name: mmod.config.SCORES[name] for name in mmod.config.SCORES}
+    own = {name: score for name, score in scores.items() if score.__module__.startswith("mmod.")}
+    assert rows == [(name, item.name) for name in sorted(own) for item in dataclasses.fields(own[name])]
+    assert set(own) <= set(re.findall(r"^\| `(\w+)` \| [^`|]", section, re.MULTILINE))
+    for value in typing.get_args(typing.get_type_hints(own["attention"])["importance"]):
+        assert f'<br>- "{value}"' in section, value
+
+
 def test_a_changed_docstring_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"# A page\n\n<!-- api mmod.is_routed -->\n\nother text\n\n<!-- end -->\n\n{'after'}\n")

@@ -216,7 +216,10 @@ class BatchStream:
             raise ValueError(f"{name} has {samples}, fewer than a batch in each: set a smaller data.batch_size")
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over the images and labels of an epoch's batches, see `ReadBatch`.
+        """Iterate over the images and labels of an epoch's batches.
+
+        Images are normalised, float32 (B, C, H, W); tokens of text are int64 (B, L). Labels are int64: classes (B,), or
+        (B, N) for N patches; tokens of captions, or next tokens of text (B, L).
 
         `batches(e, s)` equals `batches(e)` without its first `s` batches, for any number of workers. The first batches
         are not read, and the caller's random state is neither used nor changed.

@@ -32,7 +32,8 @@ def a_mod() -> dict[str, object]:
 
 @register_preset("p-mod")
 def p_mod(depth: int) -> dict[str, object]:
-    """Zhang et al., arXiv 2412.04449: gate 1 + 0.2 tanh, and capacity that falls over depth, see `ratio_decay`.
+    """Zhang et al., arXiv 2412.04449: gate 1 + 0.2 tanh, and capacity that falls over depth, see
+    `mmod.planning.ratio_decay`.
 
     The score is linear in the raw tokens, with a bias; both start at zero. The gate also multiplies skipped tokens, as
     in paper and code. For kept tokens the paper weighs the block's output and the code its MLP branch; here the gate

@@ -99,8 +99,8 @@ def search_plan(
               below if no plan is closer.
         divergence: "kl" of logits or "cosine" of features; None selects by the model.
         rounds: Number of further scoring rounds, as expensive as the first.
-        store: File that keeps the scores of every batch, from which an interrupted search resumes, see
-            `mmod.io.store.Store`. Searches of any models and batches may share it. Times are measured again.
+        store: File that keeps the scores of every batch, from which an interrupted search resumes. Searches of any
+            models and batches may share it. Times are measured again.
 
     Raises:
         ValueError: The model is routed, or has several parts and none is named. A block does not support an option, or

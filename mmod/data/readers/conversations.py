@@ -63,9 +63,9 @@ class ConversationsConfig(SourceConfig):
     with an image, evaluation leaves it out.
 
     Args:
-        train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format or with `messages`, see
-            `mmod.data.records`; webdataset shards (`.tar`) by brace range or glob; or `questions:DIFFICULTY/SPLIT`, the
-            embedded set, built on demand.
+        train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format, or with `messages` of
+            `role` and `content`; webdataset shards (`.tar`) by brace range or glob; or `questions:DIFFICULTY/SPLIT`,
+            the embedded set, built on demand.
         val: Evaluation conversations, in the same form; the model answers the last question. None for no evaluation.
         images: Folder that image paths of a JSON file are relative to; by default the folder of the file.
         follow_links: Also read images outside that folder that symbolic links in it point to.

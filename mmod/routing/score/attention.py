@@ -15,9 +15,6 @@ class Attention(WithImportance):
 
     Consecutive routed blocks share it. A threshold is compared with it relative to the image's mean.
 
-    Args:
-        importance: Which queries count, see `mmod.config.WithImportance`.
-
     Source: Gadhikar et al., arXiv 2412.20875.
     """
 

@@ -14,11 +14,11 @@ from mmod.config import CHANGE, Placement, Score, register_score
 @register_score(CHANGE)
 @dataclass(frozen=True)
 class Change(Score):
-    """How far the dense block before moved a token, which consecutive routed blocks share, see `token_change`.
+    """How far the dense block before moved a token: the Euclidean distance between its input and its output.
 
-    It needs no attention map, and its cost is linear in the number of tokens. With `Merged(before="mlp")` it is how far
-    the first routed block's own attention moved the token. A threshold is compared with it relative to the image's
-    mean.
+    Consecutive routed blocks share it. It needs no attention map, and its cost is linear in the number of tokens. With
+    `Merged(before="mlp")` it is how far the first routed block's own attention moved the token. A threshold is compared
+    with it relative to the image's mean.
 
     Source: Representation Shift, Choi et al., arXiv 2508.00367 (of attention or MLP); V2Drop, Chen et al., arXiv
         2509.01552 (of a layer of the language model); IPCV, arXiv 2512.18747 (of a layer of the vision tower).

@@ -18,7 +18,9 @@ from mmod.routing.score.function import FunctionScore
 @register_score("random")
 @dataclass(frozen=True)
 class Random(Score):
-    """Scores drawn uniformly from [0, 1), once for consecutive routed blocks, see `RandomScore`.
+    """Scores drawn uniformly from [0, 1), once for consecutive routed blocks: the control of every experiment.
+
+    The draw is a hash of seed, block, position and image. The same image draws the same scores again, in any batch.
 
     Args:
         seed: Chooses the draw.

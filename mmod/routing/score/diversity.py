@@ -16,7 +16,13 @@ from mmod.ops import unit_rows
 @register_score("diversity")
 @dataclass(frozen=True)
 class Diversity(Score):
-    """How far a token is from those chosen before it, which consecutive routed blocks share, see `DiversityScore`."""
+    """How far a token is from those chosen before it: the cosine distance to the nearest of them.
+
+    The first one chosen is the token that is farthest from its nearest neighbour. Consecutive routed blocks share the
+    score.
+
+    Source: DivPrune, Alvar et al., arXiv 2503.02175.
+    """
 
     shared: ClassVar[bool] = True
     compares: ClassVar[bool] = True

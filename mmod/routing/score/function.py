@@ -18,7 +18,7 @@ class Function(WithImportance):
 
     Args:
         function: Maps tokens (B, N, D) to scores (B, N).
-        importance: Which queries count where the loss "importance" teaches it, see `mmod.config.WithImportance`.
+        importance: Where the loss "importance" teaches the score: which queries count, as for "attention".
     """
 
     learns: ClassVar[bool] = True

@@ -17,7 +17,9 @@ from mmod.routing.added import Drawn
 @register_score("linear")
 @dataclass(frozen=True, kw_only=True)
 class Linear(WithImportance):
-    """A learned linear score, see `LinearScore`. A threshold is compared with its sigmoid.
+    """A learned linear score, `w . x / rms(x) + b` of a token x. A threshold is compared with its sigmoid.
+
+    By default each routed block learns a weight vector w of its own. Scores are computed in fp32, under autocast too.
 
     Args:
         normalize: Divide the score's input by its root mean square.
@@ -31,7 +33,9 @@ class Linear(WithImportance):
         tied: All routed layers of a language model score with one weight, stored once (gamma-MoD).
         shared: Consecutive routed blocks of an image or caption encoder use the score of the first of them, which alone
             has a weight. At equal capacity they keep the same tokens, decided once, in training too.
-        importance: Which queries count where the loss "importance" teaches it, see `mmod.config.WithImportance`.
+        importance: Where the loss "importance" teaches the score: which queries count, as for "attention".
+
+    Source: Raposo et al., arXiv 2404.02258, section 3.4, where the score reads the raw tokens and has no bias.
     """
 
     learns: ClassVar[bool] = True

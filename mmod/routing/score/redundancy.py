@@ -17,8 +17,8 @@ class Redundancy(Score):
     """How unlike a token is to those before it in an evenly spread order, which consecutive routed blocks share.
 
     Args:
-        channels: Compare tokens by this many sums of their channels, which costs less; see `mmod.ops.signed_sums`. None
-            compares all channels.
+        channels: Compare tokens by this many signed sums of their channels, which costs less. None compares all
+            channels.
     """
 
     shared: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from mmod.config import Placement, Score, register_score
 @register_score("temporal")
 @dataclass(frozen=True, kw_only=True)
 class Temporal(Score):
-    """The cosine distance of a video's token to the one at the same position one frame earlier, see `TemporalScore`.
+    """The cosine distance of a video's token to the one at the same position one frame earlier.
 
     Consecutive routed layers share it. A video's first frame is never skipped, so capacity is a share of the tokens of
     later frames. Neither are images skipped, unless `images` is set.

@@ -18,7 +18,7 @@ class AuditOptions(AuditConfig):
         maps: Sample images of a classifier over which routing is drawn; 0 draws none.
         reference: Folder of a dense run of the same kind; its loss sorts images, its attention and entropy choose
             tokens.
-        shifts: Names of `mmod.audits.SHIFTS`: changes of the images for further comparisons.
+        shifts: Changes of the images for further comparisons: "noise", "blur", "low resolution", "clutter".
         others: Further sets on which learned and random choice are compared: names to changed keys of `data`, as in
             `{aligned: {source: "digits:aligned"}}`.
         baselines: Folders of baseline runs of the same kind, evaluated on the same set and strata.

@@ -119,8 +119,8 @@ class RunConfig:
         model: The model and its starting weights.
         data: The data.
         routing: How the model is routed; None trains the dense model.
-        methods: Methods that make the model cheaper, in order: the `kind` and fields of each, see `mmod.methods`.
-            `routing` is the short form of the last one.
+        methods: Methods that make the model cheaper, in order: the `kind` and fields of each, as
+            `mmod.methods.read_method` takes them. `routing` is the short form of the last one.
     """
 
     kind: str

@@ -72,9 +72,11 @@ class FitResult(Generic[Result]):
         average: The evaluation of their moving average; None without one.
         history: One row per epoch, as in `metrics.csv`; of conversations, the logs of the trainer.
         skipped: Number of unreadable samples by file, for "train" and "val".
-        usage: Time, throughput and memory over all starts of the run, see `mmod.training.engine.logging.Usage`.
+        usage: Figures over all starts of the run: `wall_seconds`, `cpu_seconds`, `samples_per_second`, `data_wait` (the
+            share of training time spent waiting for data), `peak_rss_mib`, and on a GPU `peak_cuda_mib`.
         reused: The run had finished before, and its result was read from the folder.
-        outcomes: What `best` follows from, see `Evaluated`; empty for a result that was read from the folder.
+        outcomes: What each sample adds to the figures of `best`, such as whether it was right: arrays by column, a row
+            per sample. Empty for a result that was read from the folder.
     """
 
     folder: str

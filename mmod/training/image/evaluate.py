@@ -92,7 +92,8 @@ def evaluate(
 
     Raises:
         ValueError: The stream is empty, a label is not a class of the model, the data names another number of classes
-            than the model has outputs, the loss is not finite, or grids do not match; see `answers`.
+            than the model has outputs, the loss is not finite, or the grid of a model that classifies patches does not
+            match that of the labels.
 
     Example:
         >>> import tempfile, timm
