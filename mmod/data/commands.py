@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,11 @@ def _build(
         parser.add_argument("--json", action="store_true", help="write SPLIT.json and images/ instead of shards")
     add_fields(parser, kind)
     options, words = parser.parse_known_args(arguments)
+    known = [field.name for field in dataclasses.fields(kind)]
+    for word in words:
+        # Keys inside a group have a dot. What stands behind an unknown one was taken for the folder.
+        if word.startswith("--") and re.split("[.=]", word[2:])[0] not in known:
+            parser.error(f"unrecognized arguments: {word}")
     # Neither or both: a build and a picture are two requests.
     if (options.root is None) == (options.montage is None):
         parser.error("give either the folder of a build or --montage FILE")

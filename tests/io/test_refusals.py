@@ -49,6 +49,7 @@ def fail() -> None:
         (["train", "image", "digits/dense", "--epochz", "3"], 2, "unknown config key 'epochz'"),
         (["train", "image", "digits/dense", "--epochs", "0"], 2, "epochs must be an integer of at least 1"),
         (["data", "conversations", "nowhere", "here"], 2, "error: "),
+        (["data", "digits", "--cluter", "here"], 2, "error: unrecognized arguments: --cluter; near ones: --clutter"),
         (["trian"], 2, "no command 'mmod trian'; near ones: train"),
     ],
 )
