@@ -150,12 +150,17 @@ def _paths_in_groups(cls: Any, described: str = "") -> Iterator[str]:
     """Yield the dotted keys of the groups in a config; or of those that metadata describe under a name."""
     for name, hint in hints_of(cls).items():
         group = dataclass_in(hint)
+        unnamed: Sequence[str] = ()
         if described:
-            describe = cls.__dataclass_fields__[name].metadata.get(described)
+            metadata = cls.__dataclass_fields__[name].metadata
+            describe = metadata.get(described)
             group = describe and describe(cls)
+            # What the described config has, and a user does not write there.
+            unnamed = metadata.get("unnamed", ())
         # Items of a list have no key of their own.
         if group is not None and typing.get_origin(hint) not in (list, tuple):
-            yield from (f"{name}.{key}" for key in (*hints_of(group), *_paths_in_groups(group)))
+            keys = [key for key in hints_of(group) if key not in unnamed]
+            yield from (f"{name}.{key}" for key in (*keys, *_paths_in_groups(group)))
 
 
 def required_fields(cls: Any) -> list[str]:

@@ -44,6 +44,10 @@ def naming_dense() -> Iterator[None]:
         ) from error
 
 
+# Keys of training configs that the study sets, or each series for itself.
+_OF_STUDY = ("output", "routing", "methods")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig(Checked):
     """Settings that all kinds of study share.
@@ -92,7 +96,9 @@ class StudyConfig(Checked):
     """
 
     output: str = ""
-    dense: str | dict[str, Any] = field(metadata={"config": lambda study: config_class(study.run_kind)})
+    dense: str | dict[str, Any] = field(
+        metadata={"config": lambda study: config_class(study.run_kind), "unnamed": _OF_STUDY}
+    )
     routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)

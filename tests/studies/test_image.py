@@ -727,6 +727,7 @@ UNTUNED = {"tune": False}
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router 'atention' is unknown"),
         ({"routers": {"x": {"budget": {0.5: {}}}}}, ValueError, "unknown key routers.x.budget; near ones: budgets"),
+        ({"routing": {"preset": "mod"}}, ValueError, "unknown config key 'routing'; near ones: routers(; valid|$)"),
         ({"routers": {"x": {"presets": "mod"}}}, ValueError, "unknown key routers.x.presets; near ones: preset"),
         (
             {"routers": {"x": {"router": "norm", "tune": "no"}}},
