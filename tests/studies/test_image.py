@@ -1090,7 +1090,7 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
         if time:
             # Epochs that end early take their share of one of the dense model's, which had 20 steps of 64 samples.
             Path(name, "result.json").write_text(result.replace("{", '{"steps": 80, ', 1))
-            Path(name, "config.yaml").write_text("data: {batch_size: 64}")
+            Path(name, "config.yaml").write_text("{output: run, model: {name: a}, data: {batch_size: 64}}")
             of_images = {"batch_size": 64}
             limited = {**of_images, "train_limit": 128}
             for data, changes, share in ((of_images, {"epoch_steps": 5}, 1 / 4), (limited, {}, 1 / 10)):
@@ -1159,6 +1159,6 @@ def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None
     assert (dense.model.checkpoint, dense.data) == (str(run), trained.data)
     changed, _ = training_configs(dataclasses.replace(study, dense={"base": study.dense, "data": {"batch_size": 3}}))
     assert changed == dataclasses.replace(dense, data=dataclasses.replace(dense.data, batch_size=3))
-    (run / "config.yaml").write_text("kind: chat\nlora: {}\n")
+    (run / "config.yaml").write_text("kind: chat\noutput: run\nmodel: {name: a}\ndata: {train: b}\nlora: {}\n")
     with pytest.raises(ValueError, match=r"of another kind: kind must be 'image', got 'chat'$"):
         training_configs(study)
