@@ -210,9 +210,8 @@ def tell_of(
     to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
     has_intervals = any(difference.has_interval for difference in to_dense)
     is_by_sample = paired_by_sample(table, score, names)
-    is_repeated = comparison.train_dense or comparison.train is not None
     # What is fastest is not known yet, so that nothing is recommended.
-    if not table.times and (is_repeated or has_intervals):
+    if not table.times and (comparison.trains or has_intervals):
         return told._replace(parts=[*filter(None, [note, significance(table, score, names)])])
     candidates = {name: run.candidate for name, run in runs.items()}
     guessing = _guessing_by(table, score, classes)
@@ -239,7 +238,7 @@ def tell_of(
         if not found[0].invalid:
             parts.append(f"`*`, for {batches}: {ON_FRONT}")
     parts += [*filter(None, [note]), *facts["images"]]
-    limits = [_TRAINED if is_repeated else _UNTRAINED]
+    limits = [_TRAINED if comparison.trains else _UNTRAINED]
     if any(run.candidate.image_size is not None for run in runs.values()):
         limits.append(_RESIZED)
     if comparison.train is not None and not comparison.tunes_dense:
@@ -251,7 +250,7 @@ def tell_of(
         limits.append(guessing[0].upper() + guessing[1:])
     if study.dense.precision != "fp32":
         limits.append(f"Scores are of precision {study.dense.precision}, and times of fp32.")
-    if is_repeated and not has_intervals:
+    if comparison.trains and not has_intervals:
         limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
     parts.append(" ".join(limits))
     return told._replace(parts=parts)

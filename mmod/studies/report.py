@@ -398,8 +398,7 @@ def without_interval(points: Sequence[Point]) -> list[str]:
 
 def _of_one_seed(comparison: Comparison, table: Table, score: str, names: Sequence[str]) -> list[str]:
     """Say what intervals are over where models were trained with one seed."""
-    is_trained = comparison.train_dense or comparison.train is not None
-    if not is_trained or comparison.seeds > 1 or not paired_by_sample(table, score, names):
+    if not comparison.trains or comparison.seeds > 1 or not paired_by_sample(table, score, names):
         return []
     return ["One seed: intervals are over samples, not over training runs; `--seeds 5` gives those over runs."]
 
