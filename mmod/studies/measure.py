@@ -84,15 +84,6 @@ class Measurer:
         seed_draws(run.seed, 0, 0)
         return model
 
-    def of_final(self, run: Run, identity: Mapping[str, object], compute: Callable[[nn.Module], object]) -> Any:
-        """Return what is computed of a run's final model, once on a machine.
-
-        Args:
-            identity: Stands for what is computed, besides the model and its data.
-        """
-        whole = {**identity, **identity_of(run.final.config)}
-        return self.store.once(whole, lambda: compute(self.final(run)), timed_on=str(device_of(run.final)))
-
     def ready(self, run: Run) -> Run:
         """Return a run whose plan is searched, with those of its series, for which the dense model is loaded once."""
         options = run.candidate.search

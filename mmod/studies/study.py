@@ -26,6 +26,7 @@ from mmod.studies.question import question_of
 from mmod.studies.rates import Rates, at_rates, best_rates, trials_of
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import UNTUNED, Comparison, Run
+from mmod.training.engine.kind import device_of
 from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, samples_of_epoch
 
 
@@ -186,10 +187,12 @@ def _share_of_epoch(run: Run, samples: float | None) -> float:
 
 
 def _counted(study: Study, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
-    """Return the costs of a run's final model, which are counted once."""
-    identity = {"work": "costs", "batch": study.config.latency_batch}
+    """Return the costs of a run's final model, which are counted once on a machine."""
+    identity = {"work": "costs", "batch": study.config.latency_batch, **identity_of(run.final.config)}
     rows = table.runs[run.name][run.seed]
-    costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.kind.count(study, run, model, rows))
+    costs: dict[str, float] = measurer.store.once(
+        identity, lambda: study.kind.count(study, run, measurer.final(run), rows), timed_on=str(device_of(run.final))
+    )
     return costs
 
 
