@@ -1,10 +1,21 @@
-"""What a study compares: its config becomes a `Comparison` here, and ends.
+"""What a study compares: its config becomes a `Comparison` here.
 
-The dense model's training config, and that of fine-tuning it, are made of the study's, each step over the one before:
+Only what the config says of models and their runs goes into it. How models are scored, timed, drawn and told of is read
+from `Study.config` by what does that.
 
-1. the file or run that `dense` names, and the keys beside its `base`;
-2. the study's `changes`;
-3. of fine-tuning, `finetune` and the weights of the dense model, in place of its `checkpoint`, `pretrained` and `head`.
+A run gets its training config in these steps, each over the one before:
+
+1. the file or run that `dense` names, and the keys beside its `base` (`_read_dense`);
+2. the study's `changes`, and what its kind sets (`StudyConfig.fields_of_dense`): that is the dense model's config;
+3. of fine-tuning, `finetune` and the weights of the dense model, in place of its `checkpoint`, `pretrained` and `head`
+   (`training_configs`); a model from scratch has no weights instead;
+4. the candidate's `routing` or `methods`, then its `changes`, and its `image_size` as the keys that have it in its kind
+   of training, such as `data.image_size` and `model.args.img_size` (`run_config_of` in `runs.py`);
+5. the run's own folder and seed, and where the dense model is trained, its run of this seed as the weights of step 3
+   (`Comparison.runs`);
+6. just before it starts, the plan that a search has found (`Measurer.ready`) and the best rate (`rates.py`).
+
+In all of them null sets a key to null. Between files, where one names another as its `base`, it removes the key.
 
 Candidates are made one after the other: the dense model, the routed ones of the config, and baselines; then numbers are
 fitted to budgets, and shallow models and controls are added.

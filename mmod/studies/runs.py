@@ -1,15 +1,7 @@
 """Runs: each candidate's training or evaluation with every seed, its training config, and what is refused before any.
 
-A `Comparison` has all that a study's config says of them. What a run's training config is made of, each step over the
-one before:
-
-1. that of the dense model, of one that is fine-tuned that of fine-tuning (`candidates.py` makes both), which starts
-   from the dense model's run where that is trained; a model from scratch has no weights;
-2. the candidate's `routing` or `methods`, then its `changes`, its `image_size` as the keys that have it in its kind of
-   training (`data.image_size` and `model.args.img_size`), and a folder and seed of its own;
-3. just before it starts, the plan that a search has found and the best rate, see `measure.py` and `rates.py`.
-
-In these steps null sets a key to null. Between files, where one names another as its `base`, it removes the key.
+A `Comparison` has all that a study's config says of them. The steps by which a run gets its training config are in
+`candidates.py`, from the study's config on.
 """
 
 from __future__ import annotations
