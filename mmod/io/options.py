@@ -10,7 +10,7 @@ from typing import Any
 
 from docstring_parser import parse
 
-from mmod.io.yaml import BASE_KEY, DENSE_KEY, merged, parse_option
+from mmod.io.yaml import BASE_KEY, DENSE_KEY, merged, parse_option, switch_fault
 from mmod.plain import dataclass_in, required_fields
 from mmod.values import fits
 
@@ -75,6 +75,9 @@ def _with_option(
                 inner_fields = {BASE_KEY: old}
         return {**fields, name: _with_option(inner_fields, inner, text, group)}
     is_text = fits(text, hint)
+    # A name may be one of these where nothing is true or false.
+    if switch_fault(text) and fits(True, hint):
+        raise ValueError(switch_fault(text))
     value = parse_option(text, nested=not is_text or fits({}, hint))
     if is_text and not fits(value, hint):
         # A name that YAML reads as something else, such as 2024 or no.

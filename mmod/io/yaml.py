@@ -1,4 +1,4 @@
-"""Strict YAML: no duplicate keys, no aliases, one-line errors with file and line; files may extend base files."""
+"""Strict YAML: no duplicate keys, aliases, yes or no; one-line errors with file and line; files extend base files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ DENSE_KEY = "dense"
 """Key of a config within a config: its path, its fields, or a `base` with the fields that differ."""
 _DEPTH = 100
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 # Mappings and lists in one line.
 _BRACKETS = {"{": "}", "[": "]"}
 # Parsing takes seconds per 100 kB.
@@ -29,8 +30,15 @@ class _DuplicateKeyError(yaml.MarkedYAMLError):
     """A mapping has a duplicate key."""
 
 
+class _SwitchError(yaml.MarkedYAMLError):
+    """A value is neither true nor false nor in quotes, and one of these to some readers."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Loads a document, and refuses duplicate keys, aliases and deep nesting; 1e-4 is a number, a date a text."""
+    """Loads a document; 1e-4 is a number, a date a text.
+
+    Duplicate keys, aliases and deep nesting are refused, and yes, no, on and off, which mean true or false in YAML 1.1.
+    """
 
     depth = 0
     # Without dates, which stay texts.
@@ -62,6 +70,19 @@ class _Loader(yaml.SafeLoader):
                 keys.add((key.tag, key.value))
         return node
 
+    def construct_yaml_bool(self, node: Any) -> bool:
+        fault = switch_fault(node.value)
+        if fault:
+            raise _SwitchError(None, None, fault, node.start_mark)
+        value: bool = super().construct_yaml_bool(node)
+        return value
+
+
+def switch_fault(text: str) -> str:
+    """Say what to write for yes, no, on and off, which are true or false to YAML 1.1 alone; empty for another text."""
+    value = _SWITCHES.get(text.lower(), "")
+    return value and f"write {value} for {text}, or {text!r} in quotes if it is a text"
+
 
 def parse_yaml(text: str, source: str = "the value") -> object:
     """Parse a YAML document into plain values."""
@@ -81,14 +102,16 @@ def parse_yaml(text: str, source: str = "the value") -> object:
 
 
 def parse_option(text: str, nested: bool = False) -> Any:
-    """Parse a value of a command line; one that is no YAML is a text, and a duplicate key stays an error.
+    """Parse a value of a command line; one that is no YAML is a text, as yes is, and what is refused in it an error.
 
     Args:
         nested: The value may be a mapping or a list, which is refused where its closing bracket is missing.
     """
     try:
         return yaml.load(text, _Loader)
-    except _DuplicateKeyError as error:
+    except (_DuplicateKeyError, _SwitchError) as error:
+        if switch_fault(text):
+            return text
         raise ValueError(error.problem) from error
     except (yaml.YAMLError, ValueError) as error:
         opening = text.lstrip()[:1]
@@ -180,6 +203,8 @@ def _read(path: Path) -> dict[str, object]:
     return fields
 
 
+# It is registered as a function of another class.
+_Loader.add_constructor("tag:yaml.org,2002:bool", _Loader.construct_yaml_bool)
 # PyYAML reads a number with an exponent only if it has a decimal point and a sign.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")

@@ -43,6 +43,8 @@ def test_a_text_stays_a_text_and_other_values_are_yaml() -> None:
         group=Group(1e-4), free={"rate": 1e-4, "day": "2024-01-01"}
     )
     assert isinstance(changed("--group.rate=1").group.rate, float)
+    # As the message on an unquoted one advises.
+    assert changed("--free.a='yes' --free.b=true").free == {"a": "yes", "b": True}
 
 
 def test_a_bracket_that_is_not_closed_is_said_to_be_missing() -> None:
