@@ -249,6 +249,11 @@ class BatchStream:
             raise CorruptDataError(f"no sample can be read; {self.report}")
         return batch
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether samples are sent as they are read, so that none is read ahead."""
+        return hasattr(getattr(self.reader, "source", None), "lanes")
+
     def faults(self, shown: bool = False, batches: int | None = None) -> list[Fault]:
         """Read every sample of this process once, and return why some cannot be read; none of streamed data.
 
@@ -257,7 +262,7 @@ class BatchStream:
             batches: Read the first batches of an epoch alone, so many.
         """
         # They would be sent once more.
-        if hasattr(getattr(self.reader, "source", None), "lanes"):
+        if self.is_streamed:
             return []
         order = self._order(0)[:batches]
         loaded = self._load(order, (self.seed or 0, 0))

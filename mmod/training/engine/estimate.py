@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mmod.analysis.memory import ActivationMemory
+from mmod.data.stream import BatchStream
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import check_evaluation, decisions_of, kept_means, kept_rows
 from mmod.training.engine.kind import LoopKind, cost, device_of
@@ -34,6 +35,7 @@ class RunEstimate:
         training_bytes: Memory of a process for gradients and two moments.
         activation_bytes: Memory held for the backward pass of one batch of one process.
         full_bytes: Memory of a process for the whole weights that it evaluates besides its shards; 0 without shards.
+        reading: How many samples were read, and how many of them are broken; empty where none is read ahead.
     """
 
     epochs: float
@@ -47,6 +49,7 @@ class RunEstimate:
     training_bytes: int
     activation_bytes: int
     full_bytes: int = 0
+    reading: str = ""
 
     @property
     def step_flops(self) -> float:
@@ -66,14 +69,15 @@ class RunEstimate:
         )
         if self.full_bytes:
             memory += f"; {_size(self.full_bytes)} more for whole weights in evaluations"
-        return "\n".join(
-            [
-                f"epochs: {self.epochs:.4g}, steps: {self.steps} of {self.batch} samples",
-                f"forward GFLOPs of a sample: {', '.join(by_input)}; about {step} TFLOPs a step",
-                f"{self.parameters:,} parameters, {self.trained:,} trained",
-                memory,
-            ]
-        )
+        lines = [
+            f"epochs: {self.epochs:.4g}, steps: {self.steps} of {self.batch} samples",
+            f"forward GFLOPs of a sample: {', '.join(by_input)}; about {step} TFLOPs a step",
+            f"{self.parameters:,} parameters, {self.trained:,} trained",
+            memory,
+        ]
+        if self.reading:
+            lines.append(self.reading)
+        return "\n".join(lines)
 
 
 def _size(count: int) -> str:
@@ -131,7 +135,23 @@ def estimate(kind: LoopKind) -> RunEstimate:
         # In proportion to the batch.
         activation_bytes=held * config.data.batch_size // len(inputs),
         full_bytes=full_bytes,
+        reading=_reading(stream, test, batches_read),
     )
+
+
+def _reading(train: BatchStream, test: BatchStream, batches: int) -> str:
+    """Say how many samples a process has read of each set, and how many of them are left out as broken."""
+    read = []
+    broken = 0
+    for name, stream, most in (("evaluation", test, math.inf), ("training", train, batches * train.batch_size)):
+        if not stream.is_streamed:
+            number = min(most, math.ceil(stream.num_samples / stream.world))
+            read.append(f"{number} of {name}")
+            broken += len(stream.report.faults)
+    if not read:
+        return ""
+    found = f"{broken} broken, left out" if broken else "none is broken"
+    return f"samples read: {', '.join(read)}; {found}"
 
 
 def _held_bytes(task: Task, inputs: torch.Tensor, targets: torch.Tensor, device: torch.device) -> int:

@@ -288,11 +288,12 @@ def test_a_dry_run_reads_some_of_the_training_images_too(tmp_path: Path, monkeyp
     monkeypatch.setattr("mmod.training.engine.estimate._READ", 8)
     # The tenth image of an epoch is not read, the eighth is.
     (tmp_path / f"data/train/a/{order[9]}.png").write_bytes(b"no picture")
-    assert estimate(config).steps > 0
+    assert str(estimate(config)).endswith("\nsamples read: 2 of evaluation, 8 of training; none is broken")
     (tmp_path / f"data/train/a/{order[7]}.png").write_bytes(b"no picture")
     with pytest.raises(CorruptDataError, match=rf"/a/{order[7]}\.png.*\(data\.on_corrupt: skip counts"):
         estimate(config)
-    assert estimate(replace(config, data=replace(config.data, on_corrupt="skip"))).steps > 0
+    skipping = estimate(replace(config, data=replace(config.data, on_corrupt="skip")))
+    assert str(skipping).endswith("\nsamples read: 2 of evaluation, 8 of training; 1 broken, left out")
 
 
 def evaluate_in_processes(folder: str, patches: bool) -> None:
