@@ -253,9 +253,10 @@ class Advice:
         measured = []
         first = min([row.images for row in self.rows], default=self.images)
         if first < self.images:
-            measured.append(
-                f"{first} {self.samples}: clearly beaten there by what is as fast; all others ran on {self.images}."
-            )
+            why = "clearly beaten there by what is as fast"
+            if self.faster is not None:
+                why += ", or too slow"
+            measured.append(f"{first} {self.samples}: {why}; all others ran on {self.images}.")
         if self.samples == "prompts" and self.accuracy is None:
             measured.append("The prompts have no answers, so that next tokens decide.")
         redundancy = ""

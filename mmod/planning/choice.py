@@ -477,9 +477,13 @@ def points(loss: Estimate) -> str:
     return f"{Estimate(value, low, high):+.1f}"
 
 
+def reaches(shown: float, speed: float) -> bool:
+    """Return whether a speed-up as it is shown is that which is wanted, within the noise."""
+    return shown >= round(speed / NOISE, 2)
+
+
 def _reaches(speed: float) -> Callable[[AdviceRow], bool]:
-    # What reaches the speed within the noise counts.
-    return lambda model: model.speedup.shown.median >= round(speed / NOISE, 2)
+    return lambda model: reaches(model.speedup.shown.median, speed)
 
 
 def _least_speed(speed: float) -> str:

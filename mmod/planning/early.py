@@ -13,7 +13,7 @@ import numpy as np
 from mmod.analysis.statistics import pareto_front, unbeaten
 from mmod.analysis.table import DENSE, Look, Table, evaluated, gap
 from mmod.analysis.timing import Times, relative_times
-from mmod.planning.choice import NOISE
+from mmod.planning.choice import NOISE, reaches
 
 BATCH = "batch"
 """Name of the timed pass that decides."""
@@ -35,6 +35,7 @@ def near_front(
     first: int,
     times: Callable[[], tuple[Times[str], float]],
     decimals: int = SHARES,
+    faster: float | None = None,
 ) -> Iterator[list[Look]]:
     """Yield rounds of a comparison: all candidates on few samples, and on all samples those near the front.
 
@@ -47,17 +48,24 @@ def near_front(
         first: Number of samples of the first look.
         times: Returns the times of all models once they have run, and `Table.waiting`.
         decimals: Those of the figure, as tables show it.
+        faster: The speed-up that is wanted. Slower candidates are looked at no further if any is as fast.
     """
     yield look_at(names, 0, first)
     table.times, table.waiting = times()
     samples = evaluated(table, DENSE)
 
     def looks(wanted: Iterable[str]) -> list[Look]:
-        few = [name for name in wanted if evaluated(table, name) < samples]
+        few = [name for name in wanted if name not in slow and evaluated(table, name) < samples]
         return list(chain.from_iterable(look_at([name], evaluated(table, name), samples) for name in few))
 
     ms = milliseconds(table, BATCH)
     leads = {name: _lead(table, figure, name) for name in ms}
+    slow = set()
+    if faster is not None:
+        others = [name for name in ms if name != DENSE]
+        slow = {name for name in others if not reaches(round(ms[DENSE] / ms[name], 2), faster)}
+        if len(slow) == len(others):
+            slow = set()
 
     def is_better(one: str, other: str) -> bool:
         # On so few samples, many a mean is better by chance.
@@ -65,11 +73,11 @@ def near_front(
         return leads[one] > leads[other] and difference is not None and difference.is_clear
 
     near = unbeaten(ms, is_better, tolerance=1.0)
-    requested = looks(near) or looks(front_in(table, figure, decimals=decimals))
+    requested = looks(near) or looks(front_in(table, figure, slow, decimals))
     while requested:
         yield requested
         # More samples may have taken from the front what had beaten others on few.
-        requested = looks(front_in(table, figure, decimals=decimals))
+        requested = looks(front_in(table, figure, slow, decimals))
 
 
 def milliseconds(table: Table, of: str) -> dict[str, float]:

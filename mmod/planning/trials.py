@@ -205,7 +205,7 @@ def advise(
         entrants |= _ready_models(models, samples, entrants)
         figure = CORRECT if samples.has_labels else AGREEMENT
         decimals = SHARES if samples.measure == AGREEMENT else COSINES
-        table = _compared(entrants, figure, results, decimals, progress)
+        table = _compared(entrants, figure, results, decimals, faster, progress)
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         costs = {name: one.samples.costs(one.model) for name, one in entrants.items()}
         routed = {name for name, one in entrants.items() if is_routed(one.model)}
@@ -250,14 +250,16 @@ def advise(
     return advice
 
 
-def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, decimals: int, progress: bool) -> Table:
+def _compared(
+    entrants: Mapping[str, Entrant], figure: str, results: Store, decimals: int, faster: float | None, progress: bool
+) -> Table:
     """Return the rows and times of all models; those that may be on the front are evaluated on all samples."""
     _, dense, samples, _ = entrants[DENSE]
     table = Table()
     # On all samples, since every look is compared with it.
     table.add(DENSE, 0, samples.evaluate(dense, 0, len(samples)))
     changed = [name for name in entrants if name != DENSE]
-    rounds = near_front(table, changed, figure, samples.first, partial(_times, results, entrants), decimals)
+    rounds = near_front(table, changed, figure, samples.first, partial(_times, results, entrants), decimals, faster)
     measure = partial(evaluate_once, results, entrants)
     fill(table, rounds, measure, Runner(progress=progress, title="advise"))
     return table
@@ -494,7 +496,9 @@ def rows_of(
     """
     ms = milliseconds(table, BATCH)
     at_random = [name for name, candidate in candidates.items() if candidate.at_random]
-    front = front_in(table, figure, at_random, decimals)
+    # Those that are too slow are not on it by the first samples alone.
+    few = [name for name in ms if evaluated(table, name) < evaluated(table, DENSE)]
+    front = front_in(table, figure, {*at_random, *few}, decimals)
     times = table.times[BATCH]
     dense = costs[DENSE].flops
     for name in sorted(ms, key=ms.__getitem__):

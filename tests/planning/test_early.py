@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,3 +88,21 @@ def test_candidates_are_compared_on_the_same_samples() -> None:
         pass
     assert {name: evaluated(table, name) for name in models} == dict.fromkeys(models, len(dense))
     assert front_in(table, "right") == ["lucky", "same"]
+
+
+@pytest.mark.parametrize(("faster", "looked_at"), [(None, ["slow", "fast"]), (2.0, ["fast"]), (9.0, ["slow", "fast"])])
+def test_what_is_slower_than_wanted_is_looked_at_no_further(faster: float | None, looked_at: list[str]) -> None:
+    outcomes = {DENSE: np.ones(SAMPLES), "slow": np.ones(SAMPLES), "fast": np.r_[0.0, np.ones(SAMPLES - 1)]}
+    table = Table()
+    table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
+
+    def evaluate(look: Look, callback: Callback) -> Measured:
+        rows = outcomes[look.name][look.part.start : look.part.stop]
+        return Measured({}, samples=len(rows), outcomes={"right": rows})
+
+    times = {DENSE: [6.0] * 3, "slow": [4.0] * 3, "fast": [2.0] * 3}
+    names = ["slow", "fast"]
+    rounds = near_front(table, names, "right", FIRST, lambda: ({"batch": times}, 1.0), faster=faster)
+    for _ in compare(table, rounds, evaluate, Runner(progress=False)):
+        pass
+    assert [name for name in names if evaluated(table, name) == SAMPLES] == looked_at
