@@ -132,16 +132,23 @@ def beside_controls(
 
 
 def say_guessing(correct: float, classes: int | None, samples: int) -> str:
-    """Say that a dense model is hardly better than chance; empty where it is better, or has no classes.
+    """Say that a dense model is hardly better than chance, or never right; empty where it is better.
 
     Args:
         correct: Share of right answers.
-        classes: Number of classes that the model chooses from.
+        classes: Number of classes that the model chooses from; None for answers in words.
 
     Example:
         >>> bool(say_guessing(0.27, classes=5, samples=100)), bool(say_guessing(0.29, classes=5, samples=100))
         (True, False)
+        >>> bool(say_guessing(0.0, classes=None, samples=100)), bool(say_guessing(0.01, classes=None, samples=100))
+        (True, False)
     """
+    if classes is None and samples and not correct:
+        return (
+            "the dense model has no answer right, so that differences to it say nothing. It needs more training, or "
+            "the answers or the prompts are not of the form that it was trained with."
+        )
     if classes is None or classes < 2 or not samples:
         return ""
     chance = 1 / classes

@@ -221,8 +221,11 @@ def test_nothing_is_advised_where_the_dense_model_guesses() -> None:
     assert "Nothing is advised" not in str(better)
     # Four of four are no guesses, though chance gets them right as well.
     assert dataclasses.replace(advice, accuracy=1.0, images=4, classes=2).best is not None
-    # Without labels, or of prompts, there are no classes to guess.
-    assert dataclasses.replace(advice, accuracy=0.0).best is not None
+    # Answers of prompts are of no classes to guess, but where none is right, none can be lost.
+    assert dataclasses.replace(advice, accuracy=0.01).best is not None
+    silent = dataclasses.replace(advice, accuracy=0.0)
+    assert (silent.best, silent.code) == (None, "")
+    assert "Nothing is advised: the dense model has no answer right, so that differences to it say" in str(silent)
 
 
 def test_the_recipe_that_a_wanted_speed_names_is_marked() -> None:
