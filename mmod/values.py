@@ -39,6 +39,7 @@ Limit = str | tuple[str, ...]
 IGNORED = -100
 """Label of a patch or token without a class, as torch's `ignore_index`: losses and figures leave it out."""
 FINITE = "(-inf, inf)"
+_PRESET = "preset"
 
 
 def one_of(name: str, value: object, valid: Sequence[str]) -> None:
@@ -215,17 +216,25 @@ def _choices(hint: object, limit: Limit | None) -> list[str]:
 
 
 def check_named(cls: Any, field: str, name: str, value: object) -> None:
-    """Raise a TypeError if a value lacks the names that a field's metadata lists, and is what belongs below one."""
+    """Raise a TypeError if a value lacks the names that a field's metadata lists, and is what belongs below one.
+
+    Below the names of parts, the name of a preset alone is meant as a mapping with it.
+    """
     names = cls.__dataclass_fields__[field].metadata.get("names")
-    if not names or not isinstance(value, (Mapping, str)):
-        return
-    # One that has the names is wrong in another way.
-    if isinstance(value, Mapping) and value.keys() & set(names):
-        return
     hint = hints_of(cls)[field]
-    if not fits(value, hint) and fits({names[0]: value}, hint):
-        right = _flow({names[0]: value})
-        raise TypeError(f"{name} is a mapping with {' and '.join(names)}: write {name}: {right}, got {brief(value)}")
+    if not names or fits(value, hint):
+        return
+    guesses: list[dict[str, object]] = []
+    if isinstance(value, str):
+        guesses = [{names[0]: value}, {names[0]: {_PRESET: value}}]
+    elif isinstance(value, Mapping):
+        presets = {key: {_PRESET: item} if isinstance(item, str) else item for key, item in value.items()}
+        # One that has the names is not what belongs below one.
+        guesses = [presets if value.keys() & set(names) else {names[0]: value}]
+    for right in guesses:
+        if fits(right, hint):
+            listed = " and ".join(names)
+            raise TypeError(f"{name} is a mapping with {listed}: write {name}: {_flow(right)}, got {brief(value)}")
 
 
 def _flow(value: object) -> str:

@@ -238,6 +238,8 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatConfig, {"routing": {"language": None}}, "routing must be a mapping of names to a mapping of names or null"),
     (ChatConfig, {"routing": {"preset": "p-mod"}}, "write routing: {language: {preset: p-mod}}, got"),
     (PairsConfig, {"routing": {"capacity": 0.5}}, "write routing: {image: {capacity: 0.5}}, got"),
+    (PairsConfig, {"routing": "gradual"}, "write routing: {image: {preset: gradual}}, got 'gradual'"),
+    (ChatConfig, {"routing": {"image": "gradual"}}, "write routing: {image: {preset: gradual}}, got"),
     (ChatConfig, {"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),
     (ChatConfig, {"model.args": {"tp_plan": "auto"}}, "model.args tp_plan: a run does not train"),
     (ChatConfig, {"model": QUANTIZED}, "quantized weights are not trained: give lora"),
