@@ -167,12 +167,14 @@ def is_of_transformers(name: str | Path) -> bool:
 
 
 def near_paths(path: str | Path, folders: bool = False) -> str:
-    """Return as the end of an error message which paths here are near a missing one; empty for none.
+    """Return as the end of an error message which paths here are near a missing one, or that it is of the other type.
 
     Args:
         folders: Name folders alone.
     """
     missing = Path(path)
+    if missing.exists():
+        return f"; it is a {'folder' if missing.is_dir() else 'file'}"
     # Where a folder on the way is missing too, its name is the mistake.
     while not missing.parent.exists():
         missing = missing.parent

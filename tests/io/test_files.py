@@ -186,3 +186,6 @@ def test_a_missing_path_has_those_beside_it_that_have_a_near_name(tmp_path: Path
     # A long path in common makes no name near.
     assert near_paths(tmp_path / "x") == ""
     assert near_paths(tmp_path / "missing" / "saved-vit") == ""
+    # Of the other type than it is read as.
+    assert near_paths(tmp_path / "saved-vit") == "; it is a folder"
+    assert near_paths(tmp_path / "questions.json") == "; it is a file"

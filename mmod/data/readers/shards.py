@@ -111,6 +111,8 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
         if not matches:
             raise ValueError(f"no shard matches {path!r} (from the pattern {pattern!r}){near_paths(path)}")
         for match in matches:
+            if os.path.isdir(match):
+                raise ValueError(f"{match!r} is a folder, and no shard: name those in it, as '{match}/*.tar'")
             check_regular(match)
         shards += matches
     if not shards:

@@ -101,6 +101,7 @@ def test_classes_of_a_callers_batches_are_those_that_the_run_records(tmp_path: P
         ("image", {"source": "shards:nowhere/{split}-*.tar"}, "no shard matches 'nowhere/train"),
         ("image", {"source": "maps:32", "root": "nowhere", "label_patch": 8}, "nowhere/images/train, which does not"),
         ("pairs", {"train": "nowhere/*.tar", "val": "nowhere/*.tar"}, "no shard matches"),
+        ("pairs", {"train": ".", "val": "."}, "'.' is a folder, and no shard: name those in it, as"),
         ("text", {"source": "nowhere/*.txt"}, "matches no file"),
         ("chat", {"train": "nowhere.json"}, "no file of conversations at 'nowhere.json'"),
         ("chat", {"train": "nowhere/*.tar"}, "no shard matches"),
