@@ -170,9 +170,9 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     question = question_of({"kind": "isoflop", "rates": sorted(config.rates)}, runs)
     question.check(folder, _REPORT)
     # The results of this seed are not reported. Of equal losses the lowest rate is taken.
-    rates = Rates(sorted(config.rates), _GAIN, _gain, seed=config.seeds)
+    rates = Rates(sorted(config.rates), _GAIN, _gain, folder / "rates", seed=config.seeds)
     table = Table()
-    table.rates = best_rates(runs, rates, store, runner, Path(config.output) / "rates")
+    table.rates = best_rates(runs, rates, store, runner)
     runs = at_rates(runs, table.rates)
     result: StudyResult | None = None
     for run in compare(table, [runs], Measurer(_train, store), runner):

@@ -23,6 +23,7 @@ class Rates(NamedTuple):
         factors: Those that are tried; one at which the loss is no longer finite is not chosen.
         figure: The figure that decides; the highest is best.
         measure: Does a trial.
+        folder: Trials go there, by candidate and factor.
         data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
         seed: The seed of trials.
     """
@@ -30,21 +31,21 @@ class Rates(NamedTuple):
     factors: Sequence[float]
     figure: str
     measure: Measure
+    folder: Path
     data: Mapping[str, object] = {}
     seed: int = 0
 
 
-def best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
+def best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner) -> dict[str, float]:
     """Return the best factor of the learning rate of each trained candidate, by its name.
 
     Args:
         runs: Those of a comparison, of which the first may train the dense model that trials start from.
-        folder: Trials go there, by candidate and factor.
 
     Raises:
         FloatingPointError: The loss of a candidate is finite at no rate.
     """
-    trials = trials_of(runs, rates, folder)
+    trials = trials_of(runs, rates)
     if len(rates.factors) == 1:
         return dict.fromkeys(trials, rates.factors[0])
     # Trials start from the dense model too, which may not be trained yet.
@@ -61,13 +62,13 @@ def best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, 
     return best
 
 
-def trials_of(runs: Sequence[Run], rates: Rates, folder: Path) -> dict[str, list[Run]]:
+def trials_of(runs: Sequence[Run], rates: Rates) -> dict[str, list[Run]]:
     """Return the trials of each trained candidate by its name, one for each factor; none of a single factor."""
     factors = rates.factors if len(rates.factors) > 1 else ()
     trials = {}
     for run in runs[len(_start_of(runs)) :]:
         if run.seed == 0 and run.is_trained:
-            trials[run.name] = [_trial(run, rates, factor, folder) for factor in factors]
+            trials[run.name] = [_trial(run, rates, factor) for factor in factors]
     return trials
 
 
@@ -76,11 +77,11 @@ def _start_of(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs[:1] if run.is_trained and not run.is_tuned]
 
 
-def _trial(run: Run, rates: Rates, factor: float, folder: Path) -> Run:
+def _trial(run: Run, rates: Rates, factor: float) -> Run:
     name = f"{run.name}-{factor:g}"
     run_config = _with_rate(run.training, factor)
     data = dataclasses.replace(run_config.data, **rates.data)
-    run_config = dataclasses.replace(run_config, data=data, output=str(folder / name), seed=rates.seed)
+    run_config = dataclasses.replace(run_config, data=data, output=str(rates.folder / name), seed=rates.seed)
     return dataclasses.replace(run, name=name, seed=rates.seed, training=run_config)
 
 

@@ -87,15 +87,14 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     question.check(comparison.folder)
     facts = study.kind.describe(study)
     rates = _rates_of(study)
-    rates_folder = comparison.folder / "rates"
-    trials = {} if rates is None else trials_of(runs, rates, rates_folder)
+    trials = {} if rates is None else trials_of(runs, rates)
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
     rated = " besides runs that try learning rates" if trials else ""
     runner.say(". ".join([f"{compared_models(comparison, runs)}{rated}{ahead}", *comparison.notes]))
     measurer = Measurer(study.measure, store, starting_weights(runs))
     table = Table(weigh=study.kind.weigh)
     if rates is not None:
-        table.rates = best_rates(runs, rates, measurer.store, runner, rates_folder)
+        table.rates = best_rates(runs, rates, measurer.store, runner)
         runs = at_rates(runs, table.rates)
     # The runs of the first seed, whose models are counted, drawn and timed.
     done: dict[str, Run] = {}
@@ -134,7 +133,8 @@ def _rates_of(study: Study) -> Rates | None:
         return None
     # Of a trial the trained model alone counts.
     trial = study._replace(config=dataclasses.replace(config, before=False))
-    return Rates(config.rates, config.score, trial.measure, {"val_split": config.rate_split})
+    folder = study.comparison.folder / "rates"
+    return Rates(config.rates, config.score, trial.measure, folder, {"val_split": config.rate_split})
 
 
 def compared_models(comparison: Comparison, runs: Sequence[Run]) -> str:

@@ -270,7 +270,7 @@ def test_a_dense_model_that_diverges_is_no_trial(study: ImageStudyConfig, tmp_pa
 
     runs = comparison_of(study).runs()
     with pytest.raises(FloatingPointError, match="base diverged"):
-        best_rates(runs, Rates([1.0, 2.0], "top1", diverge), Store(), Runner(1, False), tmp_path)
+        best_rates(runs, Rates([1.0, 2.0], "top1", diverge, tmp_path), Store(), Runner(1, False))
 
 
 def _result(folder: Path) -> float:

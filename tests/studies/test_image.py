@@ -1064,8 +1064,8 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
     fit_roughly(monkeypatch)
     monkeypatch.chdir(tmp_path)
     runs = comparison_of(read_config(["my-model", "--tune", "true"], ImageStudyConfig)).runs()
-    rates = Rates([1.0, 2.0], "top1", lambda *_: Measured({}))
-    trials = list(itertools.chain.from_iterable(trials_of(runs, rates, Path("rates")).values()))
+    rates = Rates([1.0, 2.0], "top1", lambda *_: Measured({}), Path("rates"))
+    trials = list(itertools.chain.from_iterable(trials_of(runs, rates).values()))
     assert len(trials) == 2 * len(runs)
     assert training_ahead([*runs, *trials]) == f", {3 * len(runs)} runs to train, of {3 * len(runs)} epochs in all"
     # A folder is timed as the dense model's run where it is one, and the directory of the command is no run.
