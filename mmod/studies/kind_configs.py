@@ -13,7 +13,6 @@ from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.values import check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
-    from mmod.data.config import DataConfig
     from mmod.training.engine.config import RunConfig
 
 _TOWERS = ("image", "text")
@@ -64,18 +63,14 @@ class TimmStudyConfig(StudyConfig):
         if self.rates is not None and not 2 <= len(set(self.rates)) == len(self.rates):
             raise ValueError(f"rates must name two factors or more, each once, or be null, got {self.rates}")
 
-    def check_splits(self, dense: DataConfig, tuned: DataConfig) -> None:
-        """Raise a ValueError if a model would be trained on images that it or another is evaluated on.
-
-        Args:
-            dense: Data of the dense model.
-            tuned: Data of fine-tuning it.
-        """
-        trained = [dense] if self.train_dense else []
-        evaluated = [dense]
+    def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
+        """Raise a ValueError if a model would be trained on images that it or another is evaluated on."""
+        super().check_runs(dense, tuned)
+        trained = [dense.data] if self.train_dense else []
+        evaluated = [dense.data]
         if self.tune:
-            trained.append(tuned)
-            evaluated.append(tuned)
+            trained.append(tuned.data)
+            evaluated.append(tuned.data)
         if self.rates is not None and self.rate_split in {data.val_split for data in evaluated}:
             raise ValueError(
                 "rates would be chosen on the images of the evaluation: rate_split and data.val_split are both "
@@ -112,9 +107,8 @@ class ImageStudyConfig(TimmStudyConfig):
     score: Literal["top1", "objects", "mean_iou"] = "top1"
 
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
-        """Refuse a score of patches where images have the labels, and training on the images of the evaluation."""
+        """Refuse a score of patches where images have the labels."""
         super().check_runs(dense, tuned)
-        self.check_splits(dense.data, tuned.data)
         if self.score != "top1" and dense.data.label_patch is None:
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
 
@@ -194,7 +188,6 @@ class FeaturesStudyConfig(TimmStudyConfig):
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse patches without classes, and a training split that is missing."""
         super().check_runs(dense, tuned)
-        self.check_splits(dense.data, tuned.data)
         data = dense.data
         if self.classifier == "dense" and data.train_split == data.val_split:
             raise ValueError(

@@ -104,9 +104,38 @@ class Comparison:
         return self.train_dense or any(map(self.is_trained, self.candidates))
 
     def checked_runs(self) -> list[Run]:
-        """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now."""
+        """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now.
+
+        That is one whose checkpoint is not there, or whose methods or schedule do not fit.
+        """
         runs = self.runs()
-        _check_runs(self, runs)
+        written = {run.training.output for run in runs}
+        for run in runs:
+            # What an earlier run will write cannot be there.
+            if run.training.model.checkpoint not in written:
+                run.training.check_weights()
+        for run in runs:
+            started = run.training
+            if started.model.checkpoint in written:
+                started = started.sketched_by(self.dense)
+            shared, tuned = self.keys
+            keys = tuned if run.is_tuned else shared
+            try:
+                if run.is_trained:
+                    started.check_schedule()
+                # Fine-tuning has the model and the data of all runs.
+                keys = shared
+                is_changed = started.routing or started.methods or run.candidate.changes or run.candidate.image_size
+                if run.seed == 0 and (is_changed or run.searches):
+                    model = sketch(kind_of(started))
+                    # What prompts cost follows from the data.
+                    if started.image_shape is not None:
+                        image = torch.empty(1, *started.image_shape, device="meta")
+                        _check_searches(model, image, started.parts[0], run.searches)
+            # Hosts refuse sizes by assertions.
+            except (ValueError, AssertionError) as error:
+                told = with_keys_in(keys, run.training, str(error))
+                raise ValueError(f"model {run.name!r} of the study: {told}") from error
         return runs
 
     def _runs_of(self, seed: int) -> list[Run]:
@@ -217,37 +246,6 @@ def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool, is_tuned
         is_trained=is_trained,
         is_tuned=is_tuned,
     )
-
-
-def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
-    """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
-    written = {run.training.output for run in runs}
-    for run in runs:
-        # What an earlier run will write cannot be there.
-        if run.training.model.checkpoint not in written:
-            run.training.check_weights()
-    for run in runs:
-        started = run.training
-        if started.model.checkpoint in written:
-            started = started.sketched_by(comparison.dense)
-        shared, tuned = comparison.keys
-        keys = tuned if run.is_tuned else shared
-        try:
-            if run.is_trained:
-                started.check_schedule()
-            # Fine-tuning has the model and the data of all runs.
-            keys = shared
-            is_changed = started.routing or started.methods or run.candidate.changes or run.candidate.image_size
-            if run.seed == 0 and (is_changed or run.searches):
-                model = sketch(kind_of(started))
-                # What prompts cost follows from the data.
-                if started.image_shape is not None:
-                    image = torch.empty(1, *started.image_shape, device="meta")
-                    _check_searches(model, image, started.parts[0], run.searches)
-        # Hosts refuse sizes by assertions.
-        except (ValueError, AssertionError) as error:
-            told = with_keys_in(keys, run.training, str(error))
-            raise ValueError(f"model {run.name!r} of the study: {told}") from error
 
 
 def _check_searches(model: nn.Module, image: Tensor, part: str, searches: Sequence[PlanOptions]) -> None:
