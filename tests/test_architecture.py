@@ -150,7 +150,7 @@ def test_the_table_of_folders_names_all_that_they_import(row: Drawn) -> None:
 def test_the_runs_of_a_study_know_its_comparison_and_not_its_config() -> None:
     readers = {path.stem for path in SOURCES for _, name in imports(path) if name.endswith("StudyConfig")}
     # A `Study` holds it, of which features know the fields; runs, what measures them, and questions get none.
-    assert readers == {"commands", "study", "candidates", "kind_configs", "features"}
+    assert readers == {"commands", "study", "candidates", "kind", "kind_configs", "features"}
 
 
 def test_a_name_of_a_package_is_no_module_of_it_too() -> None:

@@ -69,16 +69,21 @@ def _describe(study: Study) -> Facts:
     return {"prior": {kind: 100 * share for kind, share in prior.items()}}
 
 
+def _kind_of(run: Run) -> ChatKind:
+    kind = run.start
+    assert isinstance(kind, ChatKind)
+    return kind
+
+
 def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count FLOPs and cache of reading a prompt of mean length, vision tower included."""
-    kind = ChatKind(run.training)
+    kind = _kind_of(run)
     prompts, text, image = kind.prompts(study.config.latency_batch)
     routed = dense = prompt_flops(model, prompts, text, image, rows.kept)
-    if run.training.model.image_size is not None:
+    if kind.config.model.image_size is not None:
         # Shares refer to the dense model's prompts; this baseline's images are smaller, and it takes no others.
-        full = ChatKind(
-            dataclasses.replace(run.training, model=dataclasses.replace(run.training.model, image_size=None))
-        )
+        model_config = dataclasses.replace(kind.config.model, image_size=None)
+        full = ChatKind(dataclasses.replace(kind.config, model=model_config))
         full_prompts, _, full_image = full.prompts(study.config.latency_batch)
         dense = prompt_flops(full.prepare(weights=False), full_prompts, text, full_image, rows.kept)
     # What image tokens add to the language model is compared with what they add in the dense one.
@@ -98,7 +103,7 @@ def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str
 
 def _draw(study: Study, run: Run, model: nn.Module) -> Figure | None:
     """Draw which image tokens are kept."""
-    kind = ChatKind(run.training)
+    kind = _kind_of(run)
     return draw_kept(model, kind.collator, kind.chats(study.config.maps))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -365,9 +365,9 @@ class StudyConfig(Checked):
         raise NotImplementedError
 
     @property
-    def rates(self) -> Sequence[float] | None:
-        """Factors of the learning rate, of which every model uses the best; None searches none."""
-        return None
+    def maps(self) -> int:
+        """Samples over which routing is drawn; 0 draws none."""
+        return 0
 
     @property
     def evaluation(self) -> Mapping[str, object]:

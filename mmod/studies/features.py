@@ -32,7 +32,6 @@ from mmod.studies.runs import Run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import mean_share
 from mmod.training.engine.kind import Kind, load
-from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
 from mmod.values import IGNORED
@@ -143,9 +142,14 @@ def figures_of(outcomes: Mapping[str, np.ndarray], images: int) -> dict[str, flo
     return {name: float(WEIGH[name](outcomes, equal)[0]) for name in ("mean_iou", "patches")}
 
 
+def _config_of(study: Study) -> FeaturesStudyConfig:
+    assert isinstance(study.config, FeaturesStudyConfig)
+    return study.config
+
+
 def _figures_of(study: Study) -> list[str]:
     """Return the figures by which features are evaluated."""
-    if study.config.feature == "patches":
+    if study.config.score == "mean_iou":
         return ["mean_iou"]
     return ["knn", "linear"]
 
@@ -167,11 +171,11 @@ def _measure(study: Study, run: Run, callback: Callback, measurer: Measurer) -> 
     return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
 
 
-def _classifier_of(study: Study, run: Run) -> TrainConfig | None:
+def _classifier_of(study: Study, run: Run) -> RunConfig | None:
     """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
-    dense: TrainConfig = study.dense
+    dense = study.dense
     is_cheaper = run.name != DENSE and (run.training.model, run.training.data) == (dense.model, dense.data)
-    if study.config.classifier == "each" or not is_cheaper:
+    if _config_of(study).classifier == "each" or not is_cheaper:
         return None
     return dataclasses.replace(dense, output=str(Path(run.training.output).with_name(DENSE)))
 
@@ -187,7 +191,7 @@ def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> 
         runs,
         _completed(study, table, runs, rows),
         facts,
-        columns=_COLUMNS_OF_PATCHES if study.config.feature == "patches" else _COLUMNS,
+        columns=_COLUMNS_OF_PATCHES if study.config.score == "mean_iou" else _COLUMNS,
         measure=_MEASURES[study.config.score],
         significance=lambda table, score, names: " ".join(_close_to_dense(table, one, names) for one in figures),
         note=f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images.",
@@ -226,23 +230,24 @@ def _probe(
     kind: Kind,
     load: Load = load,
     callback: Callback = lambda share: None,
-    dense: TrainConfig | None = None,
+    dense: RunConfig | None = None,
 ) -> Measured:
     """Evaluate the features of the model that a run starts from, once.
 
     Args:
         dense: Config of the dense model, whose classifier evaluates; None for one of its own features.
     """
+    config = _config_of(study)
     features = {}
     for name in _splits(kind.config.data):
         owner = kind.config if dense is None or name == _TESTED else dense
-        features[name] = identity_of_features(study.config.feature, owner, name)
+        features[name] = identity_of_features(config.feature, owner, name)
     identity = {
         "work": "rows of features",
         "features": features,
-        "neighbours": study.config.neighbours,
-        "strengths": study.config.strengths,
-        "folds": study.config.folds,
+        "neighbours": config.neighbours,
+        "strengths": config.strengths,
+        "folds": config.folds,
     }
     measure = functools.partial(_evaluate, study, kind, load, callback, features, dense is not None)
     return rows_once(store, identity, measure)
@@ -262,7 +267,7 @@ def _evaluate(
         identities: What stands for the features of each split.
         by_dense: Read the features of the split to fit on, which the dense model has computed.
     """
-    config: FeaturesStudyConfig = study.config
+    config = _config_of(study)
     run_config: Any = kind.config
     streams = {name: _decoded(fields) for name, fields in _splits(run_config.data).items()}
     if len(streams) == 1:
@@ -313,7 +318,7 @@ def identity_of_features(feature: str, run_config: RunConfig, split: str) -> dic
 
 def _tested_features(study: Study, run: Run) -> Tensor:
     """Return the features of the tested images, which a run has computed (N, D)."""
-    identity = identity_of_features(study.config.feature, run.final.config, _TESTED)
+    identity = identity_of_features(_config_of(study).feature, run.final.config, _TESTED)
     return read_features(features_store(study.comparison.folder), identity).x_ND.float()
 
 

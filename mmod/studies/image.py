@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
-from mmod.io.environment import choose_device
+from mmod.data.config import DataConfig
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
 from mmod.opening.runs import find_run, is_described
@@ -48,7 +48,7 @@ from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run
-from mmod.training.engine.kind import cost
+from mmod.training.engine.kind import cost, device_of
 from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
@@ -135,12 +135,12 @@ def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -
 
 def _describe(study: Study) -> Facts:
     """Return a sentence on the images."""
-    return {"images": [_caption(study.dense, sketch(kind_of(study.dense)))]}
+    return {"images": [_caption(study.dense.data, sketch(kind_of(study.dense)))]}
 
 
 def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of one image and the memory of a batch."""
-    images = timed_images(run.training, study.config.latency_batch).to(choose_device(run.training.device))
+    images = timed_images(run.training.data, study.config.latency_batch).to(device_of(run.start))
     with torch.inference_mode():
         peak = peak_bytes(partial(model, images), images.device)
     gflops = cost(run.start, model, rows.kept)["image"] / 1e9
@@ -149,7 +149,7 @@ def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str
 
 def _draw(study: Study, run: Run, model: nn.Module) -> Figure:
     """Draw what a routed model keeps of sample images."""
-    return draw_sample_maps(model, sample_images(run.training, study.config.maps))
+    return draw_sample_maps(model, sample_images(run.training.data, study.config.maps))
 
 
 def _baselines(study: Study, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
@@ -248,8 +248,9 @@ def tell_of(
         limits.append(_of_chance(table.runs[DENSE][0], score, by_sample))
     if guessing and not found:
         limits.append(guessing[0].upper() + guessing[1:])
-    if study.dense.precision != "fp32":
-        limits.append(f"Scores are of precision {study.dense.precision}, and times of fp32.")
+    dense = study.dense
+    if isinstance(dense, TrainConfig) and dense.precision != "fp32":
+        limits.append(f"Scores are of precision {dense.precision}, and times of fp32.")
     if comparison.trains and not has_intervals:
         limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
     parts.append(" ".join(limits))
@@ -312,7 +313,7 @@ def _untuned(candidate: Candidate) -> str:
 def _keys(study: Study, candidate: Candidate) -> str:
     size = {}
     if candidate.image_size is not None:
-        size = study.dense.keys_of_size(candidate.image_size)
+        size = study.dense.keys_of_size(cast(int, candidate.image_size))
     changes = merged(candidate.changes, size)
     keys = ""
     if changes:
@@ -417,15 +418,14 @@ def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, di
     return known
 
 
-def _caption(run_config: TrainConfig, model: nn.Module) -> str:
+def _caption(data: DataConfig, model: nn.Module) -> str:
     """Return the source, size and redundancy of the images."""
-    data = run_config.data
     images = f"Images: {data.source}, split {data.val_split!r}, {data.image_size} px"
     patch = image_facts(model).patch
     if patch is None:
         return images
     # Of those that are evaluated.
-    sample = sample_images(run_config, min(_MEASURED, data.val_limit or _MEASURED))
+    sample = sample_images(data, min(_MEASURED, data.val_limit or _MEASURED))
     report = redundancy(whole_patches(sample, patch[0]), patch[0])
     drawn = ""
     if len(sample) == _MEASURED:

@@ -1,4 +1,8 @@
-"""A study: what is compared, its config, and what a kind of model measures, counts, draws and tells."""
+"""A study: what is compared, its config, and what a kind of study measures, counts, draws and tells.
+
+It is another kind than the `Kind` of a run's training, which makes and evaluates models: studies of images and of
+features have the same runs.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,10 @@ from mmod.analysis.timing import Reading
 from mmod.io.jobs import Callback
 from mmod.io.tables import Column, MarkdownTable
 from mmod.lazy import import_path
+from mmod.studies.config import StudyConfig
 from mmod.studies.measure import Measure, Measurer, measure_run
 from mmod.studies.runs import Comparison, Run
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.kind import Kind, readings
 
 if TYPE_CHECKING:
@@ -68,10 +74,10 @@ class Study(NamedTuple):
 
     kind: StudyKind
     comparison: Comparison
-    config: Any  # The `StudyConfig` of its kind.
+    config: StudyConfig
 
     @property
-    def dense(self) -> Any:
+    def dense(self) -> RunConfig:
         """The training config of the dense model."""
         return self.comparison.dense
 
@@ -92,7 +98,7 @@ def nothing(*_: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyKind:
-    """What a kind of model contributes to a study: functions, of which most get the study first.
+    """What a kind of study consists of: functions, of which most get the study first.
 
     Attributes:
         times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.inputs`.

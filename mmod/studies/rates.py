@@ -7,13 +7,14 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mmod.analysis.table import Measured, Table, by_seed, fill
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store
 from mmod.studies.measure import Measure, Measurer, starting_weights
 from mmod.studies.runs import Run
+from mmod.training.engine.config import LoopConfig, RunConfig
 
 
 class Rates(NamedTuple):
@@ -101,8 +102,9 @@ def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measu
         return Measured({figure: -float("inf")})
 
 
-def _with_rate(run_config: Any, rate: float) -> Any:
+def _with_rate(run_config: RunConfig, rate: float) -> RunConfig:
     """Return a config with its learning rate multiplied."""
     if rate == 1.0:
         return run_config
+    assert isinstance(run_config, LoopConfig)
     return dataclasses.replace(run_config, optim=dataclasses.replace(run_config.optim, lr=rate * run_config.optim.lr))

@@ -159,7 +159,7 @@ def write_study(
     epochs = study.dense.epochs
     # Where a trainer counts steps, there are no epochs to show.
     if epochs is not None:
-        before = epochs if comparison.train_dense else None
+        before: float | None = epochs if comparison.train_dense else None
         if before is None and comparison.train is not None:
             before, _ = epochs_and_seconds(study.dense.model.checkpoint)
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]

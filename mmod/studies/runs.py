@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Run(Job):
     """The training or evaluation of a candidate with one seed."""
 
     candidate: Candidate
-    training: Any  # Its training config, which says what it starts from, and what it is evaluated on.
+    training: RunConfig  # What it starts from, and what it is evaluated on.
     is_trained: bool = True
     # Whether it is trained by the config of fine-tuning; the dense model's own run, and models from scratch, are not.
     is_tuned: bool = False

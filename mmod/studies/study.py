@@ -21,11 +21,13 @@ from mmod.methods.route import is_routed
 from mmod.studies.candidates import comparison_from, comparison_of, training_configs
 from mmod.studies.config import StudyConfig, naming_dense
 from mmod.studies.kind import Study, study_kind
+from mmod.studies.kind_configs import TimmStudyConfig
 from mmod.studies.measure import Measurer, identity_of, starting_weights, times_of
 from mmod.studies.question import question_of
 from mmod.studies.rates import Rates, at_rates, best_rates, trials_of
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import UNTUNED, Comparison, Run
+from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.kind import device_of
 from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, samples_of_epoch
 
@@ -129,7 +131,7 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
 def _rates_of(study: Study) -> Rates | None:
     """Return the learning rates that are tried first, on a split of their own; None trains as configs say."""
     config = study.config
-    if config.rates is None:
+    if not isinstance(config, TimmStudyConfig) or config.rates is None:
         return None
     # Of a trial the trained model alone counts.
     trial = study._replace(config=dataclasses.replace(config, before=False))
@@ -180,7 +182,7 @@ def _share_of_epoch(run: Run, samples: float | None) -> float:
     """Return the share of an epoch of so many samples that `epoch_steps` and `data.train_limit` of a run leave."""
     training = run.training
     limits = [getattr(training.data, "train_limit", None)]
-    if getattr(training, "epoch_steps", None) is not None:
+    if isinstance(training, LoopConfig) and training.epoch_steps is not None:
         limits.append(training.epoch_steps * training.step_samples(1))
     shares = [limit / samples for limit in limits if limit is not None and samples is not None]
     return min([1.0, *shares])

@@ -252,7 +252,7 @@ def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys:
 
 def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:
     run_config = config(tmp_path)
-    few, images = sample_images(run_config, 100), timed_images(run_config, 100)
+    few, images = sample_images(run_config.data, 100), timed_images(run_config.data, 100)
     assert len(few) == 64
     assert torch.equal(images, torch.cat([few, few[:36]]))
 

@@ -194,7 +194,7 @@ def _maps(kind: Kind, model: nn.Module, count: int) -> Figure | None:
     config = kind.config
     if not isinstance(config, TrainConfig) or not count:
         return None
-    return draw_sample_maps(model, sample_images(config, count))
+    return draw_sample_maps(model, sample_images(config.data, count))
 
 
 def _write(

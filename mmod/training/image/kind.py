@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis.counting import by_data, meta_copy, pass_flops
 from mmod.analysis.flop_count import flops
+from mmod.data.config import DataConfig
 from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.loader import BatchStream, evaluation_fields, image_stream
 from mmod.methods import Method, methods_of
@@ -161,7 +162,7 @@ class ImageKind:
             prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
             parts = [images for images, _ in image_stream(prepared).batches(0)]
         else:
-            parts = list(timed_images(self.config, size * batches).split(size))
+            parts = list(timed_images(self.config.data, size * batches).split(size))
         moved = [images.to(device_of(self)) for images in parts]
         count = partial(_flops, model, self.config.image_shape)
         return {"image": ModelInput(moved, sum(map(len, moved)), partial(image_output, model), count)}
@@ -234,15 +235,14 @@ def _flops(model: nn.Module, shape: tuple[int, int, int], kept: Mapping[str, flo
     return pass_flops(meta_copy(model), {"image": image})
 
 
-def sample_images(config: TrainConfig, count: int) -> Tensor:
+def sample_images(data: DataConfig, count: int) -> Tensor:
     """Return up to `count` evaluation images, spread over the classes."""
-    data = dataclasses.replace(config.data, val_limit=count, batch_size=count)
-    return image_stream(data).first_batch()[0]
+    return image_stream(dataclasses.replace(data, val_limit=count, batch_size=count)).first_batch()[0]
 
 
-def timed_images(config: TrainConfig, count: int) -> Tensor:
+def timed_images(data: DataConfig, count: int) -> Tensor:
     """Return a batch of exactly `count` evaluation images, repeated if there are fewer."""
-    images = sample_images(config, count)
+    images = sample_images(data, count)
     # Repeated in turn, so that all classes stay in every batch.
     return images[torch.arange(count) % len(images)]
 
