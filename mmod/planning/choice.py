@@ -248,7 +248,7 @@ class Recommendation:
             return f"{untold}: these lose least by their means."
         named = self.named
         if named is None:
-            return f"Keep the dense model for {self.where}: {self._kept}.{self._hardly_faster}"
+            return f"Keep the dense model for {self.where}: {self._kept}{self._hardly_faster}"
         figures = f"{named.speedup:[.2f} times as fast, {self._change(named)}"
         if self.used is not None:
             at_speed = ""
@@ -262,8 +262,8 @@ class Recommendation:
             return f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}."
         if self.speed is None:
             return (
-                f"Keep the dense model for {self.where} for now: {named.label} is probably no more than "
-                f"{self.limit} worse, and {self._deciding(named, of='')}. It is {figures}.{self._hardly_faster}"
+                f"Keep the dense model for {self.where} for now. {named.label} is probably within {self.limit}: "
+                f"{figures}. {self._deciding(named, of='')}{self._hardly_faster}"
             )
         as_fast = f"{self.speed:g} times as fast ({_least_speed(self.speed)}) for {self.where}"
         if not _reaches(self.speed)(named):
@@ -299,15 +299,15 @@ class Recommendation:
 
     @property
     def _kept(self) -> str:
-        """Why the dense model is kept where no other is named."""
+        """Why the dense model is kept where no other is named, a sentence or two."""
         if self._awaited:
             nearest = min(self._awaited, key=lambda model: missing_samples(model.loss, self.tolerance, model.images))
             tell = self._deciding(nearest, of=f" of {nearest.label}")
-            return f"whether anything clearly faster is within {self.limit} is unclear, and {tell}"
+            return f"it is unclear whether anything clearly faster is within {self.limit}. {tell}"
         if self.undecided:
-            return f"nothing clearly faster is likely to be within {self.limit}"
+            return f"nothing clearly faster is likely to be within {self.limit}."
         nothing = self._nothing(lambda model: model.is_clearly_faster and keeps(model.loss, self.tolerance))
-        return f"{nothing} is clearly faster and within {self.limit}"
+        return f"{nothing} is clearly faster and within {self.limit}."
 
     @property
     def _sure(self) -> AdviceRow | None:
@@ -322,7 +322,7 @@ class Recommendation:
     def _hardly_faster(self) -> str:
         if self._sure is None:
             return ""
-        return f" {self._sure.label} is surely within that, but not clearly faster: {self._sure.speedup:[.2f} times."
+        return f" {self._sure.label} is within {self.limit}, but not clearly faster: {self._sure.speedup:[.2f} times."
 
     @property
     def roles(self) -> list[tuple[AdviceRow, str]]:
@@ -354,7 +354,7 @@ class Recommendation:
         return roles
 
     def outcome(self, model: AdviceRow) -> str:
-        """Say whether a model is within the tolerance, and how many more samples would tell where that is open."""
+        """Say whether a model is within the tolerance, and what would tell where that is open."""
         if keeps(model.loss, self.tolerance):
             return "yes"
         if exceeds(model.loss, self.tolerance):
@@ -365,24 +365,34 @@ class Recommendation:
             outcome = "probably"
         elif chance <= 1 - _PROBABLE:
             outcome = "probably not"
-        return f"{outcome}: {self._missing(model)} would tell"
+        return f"{outcome}: {self._needed(model)} would tell"
 
     def _deciding(self, model: AdviceRow, of: str) -> str:
-        """Return in words what would decide about a model: more samples, or where these are too many, a tolerance.
+        """Return as a sentence what would decide about a model.
 
         Args:
             of: Names the model; empty where it was named before.
         """
-        missing = missing_samples(model.loss, self.tolerance, model.images)
-        # The interval of a few is wide wherever their loss is: a tolerance as wide says nothing.
-        is_near = missing > _MANY * model.images and model.loss.high <= _WIDER * self.tolerance < 1
-        if self.samples == SEEDS or not is_near:
-            return f"{self._missing(model)} would tell{of}"
+        needed = self._needed(model)
+        if self._is_near(model):
+            return f"The loss{of} is too close to {self.limit} to tell: {needed} would."
+        return f"{needed[0].upper()}{needed[1:]} would tell{of}."
+
+    def _needed(self, model: AdviceRow) -> str:
+        """Return in words what would decide about a model: more samples, or where these are too many, a tolerance."""
+        if not self._is_near(model):
+            return self._missing(model)
         # The worse end, rounded up as figures are printed.
         enough = math.ceil(1000 * model.loss.high - ROUNDING) / 1000
-        return (
-            f"the loss{of} is too close to that to tell; `--tolerance {enough:g}`, of {_in_points(enough)}, would tell"
-        )
+        return f"`--tolerance {enough:g}`"
+
+    def _is_near(self, model: AdviceRow) -> bool:
+        """Return whether a loss is so near to the tolerance that too many samples would be needed to decide."""
+        if self.samples == SEEDS:
+            return False
+        missing = missing_samples(model.loss, self.tolerance, model.images)
+        # The interval of a few is wide wherever their loss is: a tolerance as wide says nothing.
+        return missing > _MANY * model.images and model.loss.high <= _WIDER * self.tolerance < 1
 
     def _missing(self, model: AdviceRow) -> str:
         """Return in words how many more samples would decide about a model."""

@@ -307,7 +307,7 @@ def named_columns(names: Sequence[str]) -> dict[str, Column]:
 
 
 def significance(table: Table, score: str, names: Sequence[str]) -> str:
-    """Say in one sentence between which models there is no significant difference, paired by sample or by seed.
+    """Say between which models there is no significant difference, paired by sample or by seed.
 
     Example:
         >>> from mmod.analysis.table import Measured
@@ -316,25 +316,31 @@ def significance(table: Table, score: str, names: Sequence[str]) -> str:
         ...     for seed, value in enumerate(values):
         ...         table.add(name, seed, Measured({"top1": value}))
         >>> print(significance(table, "top1", list(table.runs)))
-        Paired over 2 seeds (95 % intervals), no significant difference between dense and a.
+        No significant difference between dense and a (paired over 2 seeds, 95 % intervals).
     """
     # A study that goes on may have some models with fewer seeds.
     seeds = max((len(table.runs[name]) for name in names), default=0)
     is_by_sample = paired_by_sample(table, score, names)
     if seeds < 2 and not is_by_sample:
         return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
-    paired = f"{seeds} seeds"
+    over = f"{seeds} seeds"
     if is_by_sample:
-        paired = f"{evaluated(table, names[0]):,} samples"
+        over = f"{evaluated(table, names[0]):,} samples"
+    test = f"(paired over {over}, 95 % intervals)"
     groups = close_groups(table, score, names)
-    text = "; ".join(listed(group, most=6) for group in groups[:_GROUPS])
-    further = ""
+    if not groups:
+        return f"All differences are significant {test}."
+    first, *others = [_between(group) for group in groups[:_GROUPS]]
+    sentences = [f"No significant difference {first} {test}.", *(f"Nor {other}." for other in others)]
     if len(groups) > _GROUPS:
-        further = f"; {len(groups) - _GROUPS} more groups are as close"
-    differing = "all differences are significant"
-    if text:
-        differing = f"no significant difference between {text}{further}"
-    return f"Paired over {paired} (95 % intervals), {differing}."
+        sentences.append(f"Nor within {len(groups) - _GROUPS} more groups.")
+    return " ".join(sentences)
+
+
+def _between(group: Sequence[str]) -> str:
+    """Name the models of a group, each of which is as close to each other."""
+    among = "any two of " if len(group) > 2 else ""
+    return f"between {among}{listed(group, most=6)}"
 
 
 def harm(table: Table, score: str, names: Sequence[str], tolerance: float = TOLERANCE) -> list[str]:

@@ -103,8 +103,21 @@ def test_models_whose_interval_holds_zero_are_named_and_not_ranked() -> None:
             "random": {0: 70.0, 1: 71.0, 2: 69.5},
         }
     )
-    assert significance(table, "top1", [*table.runs]).endswith("no significant difference between dense and close.")
-    assert significance(table, "top1", ["dense", "random"]).endswith("all differences are significant.")
+    test = "(paired over 3 seeds, 95 % intervals)."
+    assert significance(table, "top1", [*table.runs]) == f"No significant difference between dense and close {test}"
+    assert significance(table, "top1", ["dense", "random"]) == f"All differences are significant {test}"
+
+
+def test_each_group_of_close_models_has_a_sentence() -> None:
+    means = {"dense": 95, "a": 95, "b": 95, **{f"{group}{side}": group for group in (20, 30, 40, 50) for side in "xy"}}
+    table = by_seed({name: {0: mean + 0.1, 1: mean - 0.1, 2: mean} for name, mean in means.items()})
+    for number, name in enumerate(table.runs):
+        # Of equal models there is no interval.
+        table.runs[name][0].figures["top1"] += 0.01 * number
+    assert significance(table, "top1", [*table.runs]) == (
+        "No significant difference between any two of dense, a and b (paired over 3 seeds, 95 % intervals). Nor "
+        "between 20x and 20y. Nor between 30x and 30y. Nor within 2 more groups."
+    )
 
 
 @given(st.lists(st.sampled_from([70.0, 75.0, 80.0, 85.0]), min_size=2, max_size=8))
@@ -191,7 +204,7 @@ def test_figures_in_percent_are_paired_by_sample_unless_seeds_repeat_them(right:
     ends = (100 * sum(changes) / len(right), 100 * low, 100 * high)
     assert (actual.value, actual.low, actual.high) == pytest.approx(ends, abs=1e-4)
     assert str(actual)[0] in "+-"
-    assert significance(table, "top1", ["dense", "a"]).startswith(f"Paired over {len(right)} samples (95 % intervals)")
+    assert significance(table, "top1", ["dense", "a"]).endswith(f"(paired over {len(right)} samples, 95 % intervals).")
     for name in ("a", "dense"):
         table.add(name, 1, Measured({"top1": 50.0}))
     repeated = gap(table, "top1", "a", "dense")

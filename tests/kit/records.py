@@ -22,7 +22,7 @@ from tests.kit.planted import batches_of, plant
 
 PAGE = [
     MarkdownTable([["model", "top-1 %"], ["dense", "90.0"], ["early exit", ""]]),
-    "Paired over 2 seeds (95 % intervals), no significant difference between dense and a <b>&amp; b</b>.",
+    "No significant difference between dense and a <b>&amp; b</b> (paired over 2 seeds, 95 % intervals).",
 ]
 TITLE = "Top-1 accuracy against GFLOPs per image"
 ROWS: list[dict[str, Any]] = [

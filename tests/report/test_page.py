@@ -112,7 +112,7 @@ def test_every_figure_is_drawn_with_its_words_and_its_command(report: Path) -> N
 def test_the_page_opens_with_what_was_found(report: Path, folders: list[Path]) -> None:
     text = report.read_text()
     opening = text[: text.index("<figure")]
-    assert "Paired over 2 seeds" in opening
+    assert "paired over 2 seeds" in opening
     for record in read_sources(folders[1:]).audits:
         assert html.escape(record.audit.verdict) in opening
 

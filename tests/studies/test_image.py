@@ -457,8 +457,8 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     candidates = [Candidate(one, routing=routings.get(one), control=controls.get(one)) for one in table.runs]
     told = tell(image_study(config), table, candidates)
     assert text_of(told).startswith(
-        "Keep the dense model for batches of 16 for now: lucky is probably no more than 2 points worse, and 270 more "
-        "images would tell. It is 1.50 times as fast, +2.5 [-7.1, +12.0] points of accuracy."
+        "Keep the dense model for batches of 16 for now. lucky is probably within 2 points: 1.50 times as fast, "
+        "+2.5 [-7.1, +12.0] points of accuracy. 270 more images would tell."
     )
     # Where the others alone are fine-tuned, differences to the dense model are also those of training.
     assert "not fine-tuned as" not in text_of(told)
@@ -581,8 +581,8 @@ def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
     table.times = {("image", 8): {"dense": [3.0], "near": [2.0]}}
     (told,) = recommendations(table, "top1", "accuracy", {name: Candidate(name) for name in table.runs})
     assert told.sentence == (
-        "Keep the dense model for batches of 8: whether anything clearly faster is within 2 points is unclear, and "
-        "more seeds would tell of near."
+        "Keep the dense model for batches of 8: it is unclear whether anything clearly faster is within 2 points. More "
+        "seeds would tell of near."
     )
     assert [told.outcome(model) for model in told.undecided] == ["unclear: more seeds would tell"]
 
