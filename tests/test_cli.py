@@ -18,7 +18,7 @@ import torch
 import mmod
 from mmod.cli import COMMANDS, main, read_command
 from mmod.config.parse import read_config
-from mmod.io.configs import config_names, existing_config, find_config
+from mmod.io.configs import GROUPS, config_names, existing_config, find_config
 from mmod.io.environment import on_timing_threads, timing_threads
 from mmod.lazy import EXTRAS
 from mmod.screens import SCREENS, first_screen
@@ -337,7 +337,15 @@ def test_a_file_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["configs"])
-    assert capsys.readouterr().out.split() == config_names()
+    out = capsys.readouterr().out
+    rows = re.findall(r"^  (\S+) +(.+)$", out, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == config_names()
+    # One short line each, by which they differ.
+    assert len({summary for _, summary in rows}) == len(rows)
+    assert max(map(len, out.splitlines())) <= 120
+    assert all(re.search(r"\w.*[.?]$", summary) for _, summary in rows)
+    assert list(GROUPS) == re.findall(r"^(\w+): ", out, re.MULTILINE)
+    assert {path.name for path in (ROOT / "configs").iterdir() if any(path.glob("*.yaml"))} == set(GROUPS)
     main(["configs", "tradeoff/digits"])
     assert capsys.readouterr().out.strip() == (ROOT / "configs/tradeoff/digits.yaml").read_text().strip()
     main(["configs", "my-model"])

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import groupby, takewhile
 from pathlib import Path
 
 from mmod.io.files import read_text
 from mmod.names import similar
 
 _PACKAGE = Path(__file__).parents[1]
+# What the configs of each folder are for, in the order in which they are listed.
+GROUPS = {
+    "tradeoff": "studies: mmod tradeoff NAME",
+    "isoflop": "studies of equal training FLOPs: mmod isoflop NAME",
+    "digits": "scenes of drawn digits, made on demand: mmod train image NAME",
+    "patches": "the same, a label for each patch: mmod train image NAME",
+    "fashion": "Fashion-MNIST: mmod train image NAME",
+    "cifar": "CIFAR-10: mmod train image NAME",
+    "imagenet": "ImageNet-1k: mmod train image NAME",
+    "photos": "models of photographs that studies take",
+    "clip": "image-text pairs: mmod train pairs NAME",
+    "vlm": "conversations about images: mmod train chat NAME",
+    "text": "text: mmod train text NAME",
+    "parts": "what several studies share; not to be run",
+    "benchmark": "timings of this repository: python tools/benchmark.py suite --config configs/NAME.yaml",
+}
+# Columns of the longest name.
+_WIDTH = 36
 
 
 def config_names() -> list[str]:
     """Return the names of the shipped configs, such as `tradeoff/digits`."""
     folder = _folder()
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+def config_summary(name: str) -> str:
+    """Return what a shipped config is: the first sentence of the comment at its head.
+
+    Example:
+        >>> config_summary("digits/mod")
+        'MoD on cluttered digits.'
+    """
+    lines = takewhile(lambda line: line.startswith("#"), read_text(_folder() / f"{name}.yaml").splitlines())
+    comment = " ".join(line.lstrip("# ") for line in lines).removeprefix("What: ")
+    sentence, *_ = re.split(r"(?<=[.?]) ", comment, maxsplit=1)
+    return sentence
+
+
+def listing() -> str:
+    """Return the shipped configs by folder, each with what it is."""
+    names = sorted(config_names(), key=lambda name: (list(GROUPS).index(name.partition("/")[0]), name))
+    blocks = []
+    for group, members in groupby(names, lambda name: name.partition("/")[0]):
+        lines = [f"  {name:<{_WIDTH}} {config_summary(name)}" for name in members]
+        blocks.append("\n".join([f"{group}: {GROUPS[group]}", *lines]))
+    return "\n\n".join([*blocks, "mmod configs NAME prints one."])
 
 
 def find_config(path: str | Path) -> Path:
@@ -107,7 +150,7 @@ def _in_folder(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the names of the shipped configs, or the config named on the command line."""
+    """Print the shipped configs, each with what it is, or the config named on the command line."""
     if {"-h", "--help"} & set(arguments):
         print(
             "usage: mmod configs [NAME]\n\nList the configs that come with mmod, or print the one called NAME, as "
@@ -115,7 +158,7 @@ def main(arguments: Sequence[str]) -> None:
         )
         return
     if not arguments:
-        print("\n".join(config_names()))
+        print(listing())
         return
     print(read_text(existing_config(arguments[0])).rstrip())
 
