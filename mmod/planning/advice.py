@@ -36,6 +36,8 @@ _LONG = 10
 _CLEARLY_SMALLER = 0.9
 # Below this share of equal answers, a recipe of the same accuracy is another model to its user.
 _LIKE_DENSE = 0.9
+# Shares of the FLOPs that differ by no more are those of one budget, see `at_budgets`.
+_AS_MANY = 0.03
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
 
@@ -357,11 +359,32 @@ class Advice:
         named = [row for row in self.rows if row.name in self.verdict.named]
         in_points = {row.label: row.to_control and 100 * row.to_control for row in named}
         agreements = {row.label: row.agreement_to_control for row in named}
-        told = beside_controls(in_points, self.tolerance, agreements)
-        without = [row.label for row in named if row.is_routed and row.control is None and not row.at_random]
+        sentences = [beside_controls(in_points, self.tolerance, agreements)]
+        without = []
+        for row in named:
+            if not row.chooses or row.control is not None or row.at_random:
+                continue
+            drawn = self._drawn_as_well(row)
+            if drawn is None:
+                without.append(row.label)
+            else:
+                sentences.append(
+                    f"{drawn.name}, with as many FLOPs, is within {self.recommendations[0].limit} too: it hardly "
+                    f"matters here which tokens {row.name} keeps."
+                )
         if without:
-            told += f" Not compared with random tokens here: {', '.join(without)}."
-        return told.strip()
+            sentences.append(f"Not compared with random tokens here: {', '.join(without)}.")
+        return " ".join(filter(None, sentences))
+
+    def _drawn_as_well(self, row: AdviceRow) -> AdviceRow | None:
+        """Return the row of random tokens with the FLOPs of one within the tolerance that is within it too, if any."""
+        if row.flops is None or not keeps(row.loss, self.tolerance):
+            return None
+        for other in self.rows:
+            is_as_large = other.flops is not None and abs(other.flops - row.flops) <= _AS_MANY
+            if other.at_random and is_as_large and keeps(other.loss, self.tolerance):
+                return other
+        return None
 
     _repr_markdown_ = __str__  # Notebooks show it.
 

@@ -73,8 +73,8 @@ class AdviceRow:
         to_control: Difference of the accuracy, or of the score without labels, to the control's.
         agreement_to_control: That of the agreement, where there are labels.
         at_random: Chance chooses what it keeps: other rows are compared with it, and it is never advised.
-        is_routed: Routers choose its tokens, beside which as many random ones are a control. False in a study, whose
-            report compares with controls.
+        chooses: It chooses the tokens that it keeps, by routers or as pruning does, so that random ones may do as well.
+            False in a study, whose report compares with controls.
         flops: FLOPs of a sample, as a share of the dense model's; None where they cannot be counted.
     """
 
@@ -94,7 +94,7 @@ class AdviceRow:
     to_control: Estimate | None = None
     agreement_to_control: Estimate | None = None
     at_random: bool = False
-    is_routed: bool = False
+    chooses: bool = False
     flops: float | None = None
 
     @property

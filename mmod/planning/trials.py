@@ -208,8 +208,8 @@ def advise(
         table = _compared(entrants, figure, results, decimals, faster, progress)
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         costs = {name: one.samples.costs(one.model) for name, one in entrants.items()}
-        routed = {name for name, one in entrants.items() if is_routed(one.model)}
-        rows = tuple(rows_of(table, figure, by_name, routed, costs, part, is_only, decimals))
+        choosing = {name for name, one in entrants.items() if is_routed(one.model) or _prunes(one.candidate)}
+        rows = tuple(rows_of(table, figure, by_name, choosing, costs, part, is_only, decimals))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
     untrained = ""
@@ -301,6 +301,10 @@ def _at_random(candidates: Iterable[Candidate], depth: int) -> str:
     if not untrained:
         return ""
     return f"Routers that must be trained chose with random weights here: {', '.join(untrained)}."
+
+
+def _prunes(candidate: Candidate) -> bool:
+    return any(method["kind"] == "prune" for method in candidate.methods)
 
 
 def _attending_twice(entrants: Mapping[str, Entrant]) -> str:
@@ -481,7 +485,7 @@ def rows_of(
     table: Table,
     figure: str,
     candidates: Mapping[str, Candidate],
-    routed: Collection[str],
+    choosing: Collection[str],
     costs: Mapping[str, Costs],
     part: str,
     is_only: bool,
@@ -490,7 +494,7 @@ def rows_of(
     """Yield the rows of the report, the fastest first.
 
     Args:
-        routed: Names of those whose models have routers, also of a user's own.
+        choosing: Names of those that choose their tokens, also of a user's own that have routers.
         is_only: That of `Candidate.config`.
         decimals: Those of the figure, as the report shows it.
     """
@@ -531,6 +535,6 @@ def rows_of(
             to_control=gap(table, figure, name, candidate.control),
             agreement_to_control=agreement_to_control,
             at_random=candidate.at_random,
-            is_routed=name in routed,
+            chooses=name in choosing,
             flops=share,
         )

@@ -251,10 +251,31 @@ def test_a_routing_without_a_control_is_said_to_have_none() -> None:
     lossy = Estimate(0.9, 0.88, 0.92)
     advice = advice_of([("two", 2.0, lossy, None), ("one", 1.5, same, None), ("un", 1.1, same, None)])
     assert "random tokens" not in str(advice)
-    rows = tuple(dataclasses.replace(row, is_routed=True) for row in advice.rows)
+    rows = tuple(dataclasses.replace(row, chooses=True) for row in advice.rows)
     assert "Not compared with random tokens here: two, one.\n" in f"{dataclasses.replace(advice, rows=rows)}\n"
     rows = tuple(dataclasses.replace(row, control="random") for row in rows)
     assert "random tokens" not in str(dataclasses.replace(advice, rows=rows))
+
+
+def test_random_tokens_that_are_within_the_tolerance_too_say_that_the_choice_hardly_matters() -> None:
+    same = Estimate(1.0, 0.99, 1.0)
+    told = (
+        "random-0.55, with as many FLOPs, is within 2 points too: it hardly matters here which tokens prune-0.55 keeps."
+    )
+    without = "Not compared with random tokens here: prune-0.55."
+    for drawn, flops, sentence in (
+        (same, 0.56, told),
+        (Estimate(0.98, 0.95, 1.0), 0.56, without),
+        # Random tokens of more FLOPs say nothing.
+        (same, 0.7, without),
+    ):
+        advice = advice_of([("prune-0.55", 2.0, same, None), ("random-0.55", 1.5, drawn, None)])
+        prune, random = advice.rows
+        rows = (
+            dataclasses.replace(prune, chooses=True, flops=0.55),
+            dataclasses.replace(random, chooses=True, at_random=True, flops=flops),
+        )
+        assert sentence in dataclasses.replace(advice, rows=rows).facts
 
 
 def test_the_numbers_of_images_are_explained_where_they_differ() -> None:
@@ -862,7 +883,7 @@ def test_own_models_are_compared_as_they_are(
     advice = mmod.advise(dense, [(images, labels)], candidates=[], models=models, progress=False)
     rows = {row.name: row for row in advice.rows}
     assert set(rows) == set(models)
-    assert {name: row.is_routed for name, row in rows.items()} == {"tuned": True, "shallow": False, "random": True}
+    assert {name: row.chooses for name, row in rows.items()} == {"tuned": True, "shallow": False, "random": True}
     assert {name: row.control for name, row in rows.items()} == {"tuned": "random", "shallow": None, "random": None}
     assert {name: row.speedup.median for name, row in rows.items()} == {"tuned": 2.5, "random": 2.5, "shallow": 2.0}
     assert tuned.training
@@ -886,7 +907,7 @@ def test_own_models_are_compared_as_they_are(
     # Beside candidates, which are made of the dense model.
     stride = [Candidate("stride", routing={"router": "stride"})]
     both = mmod.advise(dense, [images], candidates=stride, models={"tuned": tuned}, progress=False)
-    assert {row.name: row.is_routed for row in both.rows} == {"stride": True, "tuned": True}
+    assert {row.name: row.chooses for row in both.rows} == {"stride": True, "tuned": True}
 
 
 @pytest.mark.parametrize(
