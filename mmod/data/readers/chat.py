@@ -109,6 +109,30 @@ class ChatCollator:
         texts = [self.render(chat.messages[:-1], ask=True) for chat in chats]
         return self._process(texts, chats, "left")
 
+    def check_prompt(self, chat: ChatSample) -> None:
+        """Raise a ValueError unless a conversation continues the tokens of its own prompt.
+
+        A tokenizer may join the end of a prompt with the first word of the answer. A model is then asked by tokens that
+        it never saw in training.
+        """
+        prompt, text = self.render(chat.messages[:-1], ask=True), self.render(chat.messages)
+        if not text.startswith(prompt):
+            # Refused by `_answers` in training; prompts alone are as their template writes them.
+            return
+        tokenizer = self.processor.tokenizer
+        encoded = tokenizer([prompt, text], add_special_tokens=self._adds_special(text), return_attention_mask=False)
+        asked, trained = encoded["input_ids"]
+        if trained[: len(asked)] == asked:
+            return
+        # The last tokens in common are shown too: a space alone says little.
+        equal = next(place for place, token in enumerate(asked) if trained[place : place + 1] != [token])
+        ends = [[tokenizer.decode(token) for token in ids[max(equal - 2, 0) : len(asked)]] for ids in (asked, trained)]
+        raise ValueError(
+            f"the chat template asks by other tokens than it trains, as in {chat.key!r}: a prompt ends in {ends[0]}, "
+            f"where the whole conversation has {ends[1]}. Let what the template writes for add_generation_prompt end "
+            "where a token ends: mostly without the space at its end, which then begins the answer"
+        )
+
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
         """Return messages as the chat template writes them, with `ask` up to where an answer begins."""
         ended = []

@@ -35,6 +35,8 @@ _THREADS = 16
 _HEADER = 1 << 16
 # EXIF orientations that swap width and height.
 _TURNED = (5, 6, 7, 8)
+# Conversations, spread over the data, whose prompts are compared with them.
+_COMPARED = 16
 # Checks of fewer conversations are as fast as to look for their result.
 _WORTH_KEEPING = 1000
 
@@ -64,7 +66,7 @@ def open_checked(
 
     Raises:
         CorruptDataError: A conversation cannot be read or encoded, and `config.on_corrupt` is "raise".
-        ValueError: No conversation is left.
+        ValueError: No conversation is left, or the chat template asks by other tokens than it trains.
     """
     chats = open_conversations(source, config, progress)
     faults = _foreign_tokens(chats, collator.processor)
@@ -80,7 +82,16 @@ def open_checked(
         raise ValueError(f"no conversation is left; of the first, {chats.record(0)['key']!r}: {faults[0]}")
     if faults:
         chats = chats.without(faults)
+    count = min(_COMPARED, len(chats))
+    for number in range(count):
+        collator.check_prompt(_text_of(chats, number * len(chats) // count))
     return chats
+
+
+def _text_of(chats: ChatDataset, index: int) -> ChatSample:
+    """Return a conversation without its images."""
+    row = chats.record(index)
+    return ChatSample(row["key"], tuple(Message(*message) for message in row["messages"]), ())
 
 
 def _foreign_tokens(chats: ChatDataset, processor: object) -> dict[int, str]:
@@ -156,12 +167,8 @@ def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[i
     with progress_bar(desc="check lengths", unit="records", total=len(left), shown=progress, leave=False) as bar:
         for start in range(0, len(left), _BATCH):
             batch = left[start : start + _BATCH]
-            rows = [chats.record(index) for index in batch]
-            # Without images, which take no part in the text.
-            samples = []
-            for row in rows:
-                messages = tuple(Message(*message) for message in row["messages"])
-                samples.append(ChatSample(row["key"], messages, ()))
+            # Images take no part in the text.
+            samples = [_text_of(chats, index) for index in batch]
             for index, text in zip(batch, collator.plain_tokens(samples)):
                 image_lengths = [lengths[size] for size in sizes.get(index, ())]
                 reason = _reason(text, image_lengths, collator.max_length)

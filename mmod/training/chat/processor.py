@@ -16,11 +16,12 @@ from mmod.training.chat.config import BPE, BUILT, TrainConfig
 _TOKENS = 1024
 _ROLES = ("<user>", "<assistant>")
 _SPECIAL = ("<pad>", "<s>", "</s>", IMAGE, *_ROLES)
+# A prompt ends without the space that in BPE is part of an answer's first token.
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '> ' }}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] + ' ' }}{% endif %}{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 
 

@@ -23,7 +23,7 @@ from mmod.data.readers.lengths import open_checked
 from mmod.io.store import Store
 from mmod.training import fit
 from mmod.training.chat.kind import ChatKind
-from mmod.training.chat.processor import create_word_processor
+from mmod.training.chat.processor import create_bpe_processor, create_word_processor
 from mmod.training.engine.kind import calibration, create
 from mmod.training.kinds import estimate
 from tests.kit.chat_configs import vlm_config
@@ -173,6 +173,38 @@ def test_a_template_that_rewrites_earlier_turns_is_found_where_it_does(tmp_path:
     checked = open_checked(str(path), SKIP, ChatCollator(processor))
     assert [checked.record(index)["key"] for index in range(len(checked))] == ["0", "2"]
     assert "changes earlier turns" in str(checked.report)
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize(
+    ("asks", "begins", "is_whole"),
+    [
+        # LLaVA-1.5, SmolVLM and Idefics3, Qwen-VL, Gemma 3; then those that end within a token.
+        ("ASSISTANT:", "ASSISTANT: ", True),
+        ("Assistant:", "Assistant: ", True),
+        ("<assistant>\n", "<assistant>\n", True),
+        ("<start_of_turn>model\n", "<start_of_turn>model\n", True),
+        ("ASSISTANT: ", "ASSISTANT: ", False),
+        ("<assistant> ", "<assistant> ", False),
+        ("Answer: a ", "Answer: a ", False),
+    ],
+)
+def test_a_prompt_whose_end_joins_the_answer_is_refused(
+    asks: str, begins: str, is_whole: bool, prompts: bool, tmp_path: Path
+) -> None:
+    processor = create_bpe_processor(["is it red or blue ?"] * 9, image_size=24, patch_size=6)
+    role = "{% if message['role'] == 'assistant' %}{{ BEGINS }}{% else %}{{ 'USER: ' }}{% endif %}"
+    template = processor.chat_template.replace("{{ '<' + message['role'] + '> ' }}", role)
+    template = template.replace("'<assistant>'", repr(asks)).replace("BEGINS", repr(begins))
+    processor.chat_template = template
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps([{"id": "a", "conversations": said("is it red or blue ?", "red")}]))
+    if is_whole:
+        assert len(open_checked(str(path), ConversationsConfig(), ChatCollator(processor), prompts=prompts)) == 1
+        return
+    match = r"as in 'a': a prompt ends in \[.*, ' '\], where the whole conversation has \[.*, ' red'\]\. Let what"
+    with pytest.raises(ValueError, match=match):
+        open_checked(str(path), ConversationsConfig(), ChatCollator(processor), prompts=prompts)
 
 
 def test_a_processor_that_cannot_be_trained_is_refused_and_can_be_asked(

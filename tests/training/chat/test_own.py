@@ -14,6 +14,7 @@ import transformers
 from PIL import Image
 
 from mmod.data.readers.conversations import open_conversations
+from mmod.data.records import Message
 from mmod.training import fit
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.processor import create_bpe_processor, create_processor
@@ -62,15 +63,20 @@ def test_a_tokenizer_of_the_conversations_knows_every_text_and_is_the_same_each_
     chats = open_conversations("data/conversations.json", own_config().data)
     batch = kind_of(own_config()).collator([chats[0], chats[1]])
     taught = batch["input_ids"][0][batch["labels"][0] != -100]
-    assert processor.tokenizer.decode(taught) == "It's red, naïvely. </s>"
+    assert processor.tokenizer.decode(taught) == " It's red, naïvely. </s>"
     assert torch.isfinite(model(**batch).loss)
+    # "red" is one token with the space in front of it, which belongs to the answer.
+    red = chats[0]._replace(messages=(Message("user", "<image> is it red or blue?"), Message("assistant", "red")))
+    batch = kind_of(own_config()).collator([red])
+    taught = batch["input_ids"][0][batch["labels"][0] != -100]
+    assert processor.tokenizer.convert_ids_to_tokens(taught.tolist()) == ["Ġred", "Ġ", "</s>"]
 
 
 def test_the_trained_tokenizer_is_saved_with_the_model(tmp_path: Path) -> None:
     processor = create_bpe_processor(["A tench.", "A red fox."], image_size=12, patch_size=6)
     processor.save_pretrained(tmp_path)
     loaded = transformers.AutoProcessor.from_pretrained(tmp_path)
-    text = "<s><user> <image> A naïve fox? <assistant> "
+    text = "<s><user> <image> A naïve fox? <assistant>"
     image = Image.new("RGB", (9, 9))
     expected = processor(images=image, text=text, return_tensors="pt")
     actual = loaded(images=image, text=text, return_tensors="pt")
