@@ -19,6 +19,20 @@ from mmod.ops.backend import Kernel, batching, check_counts, exporting, kernel_o
 from mmod.ops.gate import apply_gate
 
 
+def short_repr(values: Any) -> str:
+    """Return a named tuple's repr with shapes instead of tensors, and without what is None or holds nothing else."""
+    shown = []
+    for name, value in zip(values._fields, values):
+        if isinstance(value, Tensor):
+            shown.append(f"{name}={tuple(value.shape)}")
+        elif hasattr(value, "_fields"):
+            if any(part is not None and part is not False for part in value):
+                shown.append(f"{name}={short_repr(value)}")
+        elif value is not None:
+            shown.append(f"{name}={value!r}")
+    return f"{type(values).__name__}({', '.join(shown)})"
+
+
 class Kept(NamedTuple):
     """The tokens that run.
 
@@ -39,6 +53,8 @@ class Kept(NamedTuple):
     idle_BK: Tensor | None = None
     image_S: Tensor | None = None
     order_BN: Tensor | None = None
+
+    __repr__ = short_repr
 
     def among(self, tokens: int) -> Tensor:
         """Return which of N tokens are kept (B, N)."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import register_constant, tree_map_only
 
 from mmod.config import RoutingConfig
-from mmod.ops.select import Kept
+from mmod.ops.select import Kept, short_repr
 
 # Groups of tokens that no router chooses among.
 PADDING, KEPT = -1, 0
@@ -227,6 +227,9 @@ class Routing(NamedTuple):
     importance_BN: Tensor | None = None
     predicted_BN: Tensor | None = None
     rule: Rule | None = None
+
+    # Whole tensors would flood a screen.
+    __repr__ = short_repr
 
     @property
     def keep_BN(self) -> Tensor:

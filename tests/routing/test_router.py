@@ -15,6 +15,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.ops import signed_sums, spread_evenly, tiles
 from mmod.routing import LinearScore, RandomScore, RedundancyScore, Router, apply_gate
+from mmod.routing.decision import TokenMasks
 from tests.kit.zoo import make_images, make_model
 
 
@@ -29,6 +30,14 @@ def test_scores_and_gates_are_fp32_under_autocast_and_in_half_precision() -> Non
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(router(x).score_BN, expected)
     assert router.bfloat16()(x.bfloat16()).score_BN.dtype == torch.float32
+
+
+def test_a_decision_is_shown_by_shapes() -> None:
+    decision = make(RoutingConfig(router="linear"))(torch.randn(2, 6, 8))
+    kept = "kept=Kept(index_BK=(2, 3))"
+    assert repr(decision) == f"Routing({kept}, score_BN=(2, 6), gate_BK=(2, 3), rule=Rule(capacity=Fraction(1, 2)))"
+    masks = TokenMasks(valid_BN=torch.ones(2, 6, dtype=torch.bool))
+    assert "tokens=TokenMasks(valid_BN=(2, 6))" in repr(decision._replace(tokens=masks))
 
 
 def test_linear_score_is_the_dot_product() -> None:
