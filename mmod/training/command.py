@@ -72,7 +72,7 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
         model = sketch(kind_of(config))
         # Methods for training alone leave the final model dense.
         if is_routed(model):
-            commands[f"mmod audit {folder}"] = "what its routers learned"
+            commands[f"mmod audit {folder}"] = "which tokens it keeps"
         elif config.routing is None and not config.methods and _has_blocks(model):
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
             row = KINDS[config.kind]

@@ -199,3 +199,9 @@ def test_a_run_of_convolutions_names_no_command_that_refuses_it(tmp_path: Path) 
     result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
     names = [line.split()[1] for line in next_commands(config, result).splitlines()[1:]]
     assert names == ["evaluate"]
+
+
+def test_a_run_whose_router_learns_nothing_is_not_said_to_have_learned(tmp_path: Path) -> None:
+    config = digits_config(tmp_path, routing={"router": "stride", "capacity": 0.5})
+    result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
+    assert re.search(r"mmod audit runs/a +# which tokens it keeps$", next_commands(config, result))
