@@ -229,8 +229,9 @@ class ExitBlock(Deciding, ConvertedBlock):
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
         self.mod_record.keep("", Routing(kept, runs_B1.float()))
 
-    # The number of remaining images depends on the data, so this cannot be compiled.
-    @torch.compiler.disable
+    @torch.compiler.disable(
+        reason="early exit: how many images remain depends on the data. Compile the model without fullgraph=True"
+    )
     def _mod_leave(self, y_BND: Tensor, call: ExitCall) -> Tensor:
         """Store the answers for the images that exit, and return the tokens of the others."""
         if call.index_B is None:

@@ -36,6 +36,8 @@ def test_early_exit_compiles_in_parts() -> None:
     assert 0 < decisions.kept_shares()["blocks.1"] < 1
     torch._dynamo.reset()
     torch.testing.assert_close(read(torch.compile(model, backend="eager"), images), answers, rtol=0, atol=1e-12)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Compile the model without fullgraph=True"):
+        torch.compile(model, backend="eager", fullgraph=True)(images)
 
 
 @pytest.mark.parametrize("place", ["blocks.1", "blocks.2.mlp"])
