@@ -153,7 +153,10 @@ def _check_files(folder: Path) -> None:
             "model.load_state_dict(...)"
         )
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(folder)!r}{near_paths(folder)}")
+        raise FileNotFoundError(
+            f"there is no folder {str(folder)!r} here: name one that save_pretrained wrote, or RUN/model of a run"
+            f"{near_paths(folder, folders=True)}"
+        )
     if missing == [CONFIG] and KEY in _header_of(folder):
         raise FileNotFoundError(f"{str(folder)!r} has lost its {CONFIG}. {_restored(folder)}")
     if missing == [WEIGHTS]:

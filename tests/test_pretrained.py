@@ -385,7 +385,7 @@ def test_a_description_is_written_again_from_the_header_of_the_weights(damage: s
 def test_a_saved_folder_that_lost_its_weights_is_said_to_be_one(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     mmod.save_pretrained(routed(), folder)
-    with pytest.raises(FileNotFoundError, match=r"there is no folder '.*svaed'; near ones: .*saved$"):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder '.*svaed' here: .* of a run; near ones: .*saved$"):
         mmod.load_pretrained(tmp_path / "svaed")
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"saved' has lost its weights, model\.safetensors: copy the file back"):

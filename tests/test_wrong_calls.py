@@ -341,7 +341,11 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
             ),
             (lambda: mmod.set_capacity_(by_threshold, 0.5), ValueError, "reach a threshold, so no capacity applies"),
             (lambda: mmod.freeze_dense_(model), ValueError, "router 'attention' has no parameters"),
-            (lambda: mmod.load_pretrained("nowhere"), FileNotFoundError, "there is no folder 'nowhere'"),
+            (
+                lambda: mmod.load_pretrained("nowhere"),
+                FileNotFoundError,
+                "there is no folder 'nowhere' here: name one that save_pretrained wrote",
+            ),
         ]:
             with pytest.raises(error, match=message):
                 call()

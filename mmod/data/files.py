@@ -32,7 +32,7 @@ def check_files(data: object) -> None:
     Example:
         >>> check_files(DataConfig("folder", root="nowhere"))
         Traceback (most recent call last):
-        ValueError: root='nowhere' is no folder
+        ValueError: data.root='nowhere' is no folder
     """
     files_of(data, "train")
     files_of(data, "val")
@@ -99,7 +99,8 @@ def files_of(data: object, use: Use) -> list[str]:
             raise FileNotFoundError(f"no file of conversations at {source!r}{near_paths(source)}")
         if data.images is not None and not Path(data.images).is_dir():
             raise FileNotFoundError(
-                f"no folder of images at {data.images!r}, which data.images names{near_paths(data.images)}"
+                f"data.images={data.images!r} is no folder: name the one from which the conversations name their images"
+                f"{near_paths(data.images, folders=True)}"
             )
         return [source]
     return []

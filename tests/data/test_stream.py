@@ -310,7 +310,7 @@ def test_shards_with_any_number_of_workers(digits):
         ({"source": "digits:tiny", "train_split": "training"}, "must be digits:DIFFICULTY/SPLIT with a split of train"),
         ({"source": "shards:/nowhere/a.tar"}, r"must contain '\{split\}'"),
         ({"source": "shards:/nowhere/{split}-{00..03}.tar"}, "no shard matches '/nowhere/train-00.tar'"),
-        ({"source": "folder"}, "root=None is no folder"),
+        ({"source": "folder"}, "data.root=None is no folder"),
         (
             {"augment": AugmentConfig(auto_augment="rand-m9-strong3")},
             "no transform with auto_augment='rand-m9-strong",

@@ -229,9 +229,9 @@ def _own_classes(
 def split_folder(root: str | None, split: str) -> str:
     """Return the split's folder; an error where it is missing."""
     if root is None:
-        raise ValueError("root=None is no folder: name one by data.root")
+        raise ValueError("data.root=None is no folder: name one")
     if not os.path.isdir(root):
-        raise ValueError(f"root={root!r} is no folder{near_paths(root)}")
+        raise ValueError(f"data.root={root!r} is no folder{near_paths(root)}")
     folder = _find_folder(root, split)
     if folder is None:
         told = [f"{root} has no folder for the split {split!r}"]

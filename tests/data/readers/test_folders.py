@@ -311,8 +311,8 @@ def test_a_root_beside_the_right_one_is_told_which(tmp_path: Path) -> None:
     shapes = tmp_path / "shapes"
     for root, message in {
         shapes / "train": rf"train has no folder for the split 'val'; its parent '{shapes}' has one: .* has: a, b$",
-        tmp_path / "shpes": rf"root='{tmp_path}/shpes' is no folder; near ones: {shapes}$",
-        tmp_path / "other": rf"root='{tmp_path}/other' is no folder$",
+        tmp_path / "shpes": rf"data.root='{tmp_path}/shpes' is no folder; near ones: {shapes}$",
+        tmp_path / "other": rf"data.root='{tmp_path}/other' is no folder$",
     }.items():
         with pytest.raises(ValueError, match=message):
             image_stream(DataConfig("folder", str(root)))

@@ -20,6 +20,7 @@ from tests.kit.engine_worker import MODEL, TensorStream, run, tiny_config
 from tests.kit.folders import stop_behind_a_checkpoint
 from tests.kit.sets import SETS
 
+RECORDS = Path(__file__).parents[2] / "references.json"
 IMAGES: dict[str, Any] = {
     "model": {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32, "patch_size": 8, "num_classes": 10}},
     "data": {"source": "digits:tiny", "root": str(SETS / "digits"), "batch_size": 64},
@@ -97,13 +98,18 @@ def test_classes_of_a_callers_batches_are_those_that_the_run_records(tmp_path: P
 @pytest.mark.parametrize(
     ("kind", "data", "match"),
     [
-        ("image", {"source": "folder", "root": "nowhere"}, "root='nowhere' is no folder"),
+        ("image", {"source": "folder", "root": "nowhere"}, "data.root='nowhere' is no folder"),
         ("image", {"source": "shards:nowhere/{split}-*.tar"}, "no shard matches 'nowhere/train"),
         ("image", {"source": "maps:32", "root": "nowhere", "label_patch": 8}, "nowhere/images/train, which does not"),
         ("pairs", {"train": "nowhere/*.tar", "val": "nowhere/*.tar"}, "no shard matches"),
         ("pairs", {"train": ".", "val": "."}, "'.' is a folder, and no shard: name those in it, as"),
         ("text", {"source": "nowhere/*.txt"}, "matches no file"),
         ("chat", {"train": "nowhere.json"}, "no file of conversations at 'nowhere.json'"),
+        (
+            "chat",
+            {"train": str(RECORDS), "images": "nowhere"},
+            "data.images='nowhere' is no folder: name the one from which",
+        ),
         ("chat", {"train": "nowhere/*.tar"}, "no shard matches"),
     ],
 )
