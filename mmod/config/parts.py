@@ -22,8 +22,9 @@ class Threshold(Checked, group="select"):
 
     Args:
         threshold: One number, or one per routed block. A learned score passes through a sigmoid first. Importance and
-            norm are divided by their mean over the image, so 1 is average. Random and stride scores lie in [0, 1],
-            redundancy in [0, 2]. See `mmod.Score.normalised`.
+            norm are divided by their mean over the image, so 1 is average, and the default of 0.5 may keep nearly all
+            tokens. Random and stride scores lie in [0, 1], redundancy in [0, 2]. See `mmod.Score.normalised`, and look
+            at `kept_shares()` of `mmod.trace`.
         min_tokens: Keep at least this many tokens, the highest scores first.
         max_tokens: Keep at most this many tokens. This fixes tensor shapes, which `torch.export` needs. Without it,
             graphs of `torch.compile` and `torch.func.vmap` have room for all tokens, and save nothing.

@@ -67,7 +67,8 @@ class RoutingConfig(Checked):
             only tokens that are always kept run: prefix tokens, and text if only image tokens may be skipped. Beside a
             threshold it selects nothing: losses alone read it, as the share that training aims at.
         select: "topk" keeps the `max(1, floor(capacity * N))` highest scores of every image. "threshold", or a
-            `Threshold`, keeps every token whose score reaches a threshold.
+            `Threshold`, keeps every token whose score reaches a threshold: of 0.5 by default, which suits a
+            learned score; of importance and norms it may keep nearly all.
         gate: How the score of a kept token weighs the block's update: "identity", "linear", "sigmoid", "tanh", "step",
             or a `Gate`. None means "tanh" for scores that learn and "identity" for others.
         context: What a kept token attends to: the "kept" tokens, as in MoD, or "all" tokens. With "all", keys and
