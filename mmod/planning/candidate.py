@@ -24,6 +24,9 @@ ImageSize = int | Mapping[str, int]
 """A side in pixels, or the fewest and most pixels of an image, as the `size` of Qwen-VL's processors has them."""
 TOLERANCE = 0.02
 """Share of accuracy, or of agreement, that may be lost."""
+Measure = Literal["top1", "features", "patches"]
+"""What of a model of images must stay equal: the top class, the features that a head reads, or those of patches."""
+MEASURES: tuple[Measure, ...] = ("top1", "features", "patches")
 FIT = "fit"
 """In place of a number of a candidate: the one that brings its FLOPs to its budget."""
 

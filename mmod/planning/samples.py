@@ -23,17 +23,21 @@ from mmod.analysis.table import Measured
 from mmod.analysis.timing import PASSES, Reading, image_reading
 from mmod.analysis.tracing import trace
 from mmod.io.store import fingerprint
-from mmod.planning.candidate import ImageSize
+from mmod.planning.candidate import MEASURES, ImageSize, Measure
 from mmod.planning.divergence import PromptBatch, compared, outputs, real_tokens
 from mmod.planning.early import BATCH
 from mmod.planning.plan_search import run_batch
 from mmod.planning.prompts import IsRight, Questions, of_equal_length, pad_token, questions_of, right_of
 from mmod.planning.untrained import counted_part
 from mmod.random_state import spread
+from mmod.values import one_of
 
 # Samples of the first look at all candidates; the others are run for candidates near the front.
 FIRST_LOOK = 64
 _AT_ONCE = 32
+_ROW = "one row of numbers for an image, (B, F)"
+# What a measure compares, of each image.
+_RETURNED: dict[Measure, str] = {"top1": _ROW, "features": _ROW, "patches": "a row for each patch, (B, N, F)"}
 
 AGREEMENT = "agreement"
 """The measure and the outcome of samples: whether the most probable class or token is the dense model's."""
@@ -78,7 +82,14 @@ class Images:
     note = ""
 
     def __init__(
-        self, model: nn.Module, part: str, prefix: int, pixels: Tensor, labels: Tensor | None, batch_size: int
+        self,
+        model: nn.Module,
+        part: str,
+        prefix: int,
+        pixels: Tensor,
+        labels: Tensor | None,
+        batch_size: int,
+        measure: Measure | None = None,
     ) -> None:
         self.part = part
         self.prefix = prefix
@@ -102,11 +113,13 @@ class Images:
         except (RuntimeError, AssertionError) as error:
             shape = tuple(pixels.shape)
             raise ValueError(f"this {type(model).__name__} cannot run on images of shape {shape}: {error}") from error
-        self.measure = _measure_of(model, self.dense_NRF, facts.classes, labels is not None)
+        self.measure = _measure_of(model, self.dense_NRF, facts.classes, labels is not None, measure)
         self.labels = labels if self.measure == AGREEMENT else None
         self.has_labels = self.labels is not None
         if labels is not None and not self.has_labels:
             self.note = "Labels are not used, because the model has no classes."
+            if measure is not None:
+                self.note = f"Labels are not used for the {self.measure}."
         elif labels is not None and int(labels.max()) >= self.dense_NRF.shape[2]:
             raise ValueError(
                 f"the labels reach {int(labels.max())}, and this {type(model).__name__} returns "
@@ -118,6 +131,9 @@ class Images:
             self.classes = self.dense_NRF.shape[2]
             told.append(self.labels)
         self.identity = _identity(model, part, len(pixels), fingerprint(*told))
+        if measure is not None:
+            # The same outputs may be compared in several ways.
+            self.identity["measure"] = measure
         self.first = min(FIRST_LOOK, len(pixels))
         self.counted = counted_part(model, part, pixels[:1])
         self.size = (int(pixels.shape[2]), int(pixels.shape[3]))
@@ -228,11 +244,53 @@ def look_order(images: int) -> Tensor:
     return torch.from_numpy(order)
 
 
-def _measure_of(model: nn.Module, output_NRF: Tensor, classes: int | None, has_labels: bool) -> str:
-    """Return how outputs are compared; those of a class of no library are logits if there are labels."""
+def take_off_head_(model: Any, measure: Measure, name: str) -> None:
+    """Let a model of images return, in place, what a measure compares; refuse a measure that it cannot have.
+
+    Only timm's heads can be taken off. What a class of no library returns is compared as it is.
+
+    Args:
+        name: What names the measure, for messages.
+    """
+    library = find_library(model)
+    if library is None:
+        one_of(name, measure, MEASURES)
+        return
+    classes = image_facts(model).classes
+    measures: Sequence[str]
+    if library == "timm":
+        measures = MEASURES if classes else MEASURES[1:]
+    else:
+        measures = ("top1",) if classes else ("features",)
+    one_of(f"{name}, which has {classes or 'no'} classes,", measure, measures)
+    if library != "timm" or measure == "top1":
+        return
+    if measure == "patches":
+        # Without pooling, the model returns the features of each patch.
+        model.reset_classifier(0, "")
+    else:
+        model.reset_classifier(0)
+
+
+def _measure_of(
+    model: nn.Module, output_NRF: Tensor, classes: int | None, has_labels: bool, asked: Measure | None
+) -> str:
+    """Return how outputs are compared; those of a class of no library are logits if there are labels.
+
+    Args:
+        asked: How the user wants it, of a class of no library alone: another model returns what is asked for.
+    """
     is_own = find_library(model) is None
-    if output_NRF.shape[1] > 1:
+    has_rows = output_NRF.shape[1] > 1
+    if is_own and asked is not None and has_rows != (asked == "patches"):
+        raise ValueError(
+            f"measure={asked!r} needs a model that returns {_RETURNED[asked]}, and this {type(model).__name__} returns "
+            f"{output_NRF.shape[1]} rows of {output_NRF.shape[2]} for an image"
+        )
+    if has_rows:
         return "cosine of patches"
+    if is_own and asked is not None:
+        return AGREEMENT if asked == "top1" else "cosine of features"
     if classes or (is_own and has_labels):
         return AGREEMENT
     return "cosine of outputs" if is_own else "cosine of features"

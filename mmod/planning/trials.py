@@ -38,12 +38,22 @@ from mmod.methods.resolve import resolve_routing
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice
-from mmod.planning.candidate import CONTROL, TOLERANCE, Candidate, ImageSize
+from mmod.planning.candidate import CONTROL, TOLERANCE, Candidate, ImageSize, Measure
 from mmod.planning.choice import AdviceRow
 from mmod.planning.divergence import PromptBatch, check_batches
 from mmod.planning.early import BATCH, COSINES, SHARES, front_in, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
-from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Costs, Images, Prompts, first_images, first_prompts
+from mmod.planning.samples import (
+    AGREEMENT,
+    CORRECT,
+    AtSize,
+    Costs,
+    Images,
+    Prompts,
+    first_images,
+    first_prompts,
+    take_off_head_,
+)
 from mmod.planning.untrained import BEFORE_BLOCK, image_candidates, language_candidates, smaller_images
 from mmod.values import check_value
 
@@ -66,6 +76,7 @@ def advise(
     batch_size: int = 8,
     tolerance: float = TOLERANCE,
     faster: float | None = None,
+    measure: Measure | None = None,
     candidates: Sequence[Candidate] | None = None,
     models: Mapping[str, nn.Module] | None = None,
     is_right: IsRight = same_tokens,
@@ -106,6 +117,9 @@ def advise(
         faster: A speed-up that is wanted, of an image model: few candidates of about that speed are tried, and the one
             that reaches it and loses least, by the worse end of its interval, is named; it is advised if it is within
             the tolerance.
+        measure: What of an image model is compared, in place of the above: "top1", its top class; "features", those
+            that a head would read; or "patches", those of each patch. The last two take off the head of a model of
+            timm. Your own model returns what is compared, such as the outputs of a regression head as "features".
         candidates: What to try. None takes
             - for images those of `mmod tradeoff my-model`, at 0.85, 0.7 or 0.55 of the FLOPs: gradual and late merging,
               A-MoD, random tokens, equal patches left out, smaller images, ToMe and pruning;
@@ -156,6 +170,11 @@ def advise(
     part, stack, is_only = _part_to_change(model, part)
     if faster is not None and (stack.language or candidates is not None):
         raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
+    if measure is not None:
+        if stack.language:
+            raise ValueError("measure says what of images is compared: leave it out for prompts")
+        model = _measured_by(model, measure)
+        models = {name: _measured_by(one, measure) for name, one in models.items()}
     if at_size is not None and (candidates is not None or not stack.language):
         raise ValueError(
             "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
@@ -185,7 +204,7 @@ def advise(
                 smaller, unfitted = smaller_images(model, samples.batches, pixel_limits)
                 chosen = [*chosen, *smaller]
         else:
-            samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size)
+            samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size, measure)
             if candidates is None:
                 image = samples.pixels[:1].to(samples.device)
                 chosen, unfitted = image_candidates(model, part, depth, image, samples.patches, faster)
@@ -301,6 +320,13 @@ def _at_random(candidates: Iterable[Candidate], depth: int) -> str:
     if not untrained:
         return ""
     return f"Routers that must be trained chose with random weights here: {', '.join(untrained)}."
+
+
+def _measured_by(model: nn.Module, measure: Measure) -> nn.Module:
+    """Return a copy of a model, with the same weights, that returns what a measure compares."""
+    model = copy_of(model)
+    take_off_head_(model, measure, f"measure of this {type(model).__name__}")
+    return model
 
 
 def _prunes(candidate: Candidate) -> bool:

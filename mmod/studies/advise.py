@@ -21,15 +21,13 @@ from mmod.opening.runs import (
     find_weights,
     read_run_config,
 )
-from mmod.planning.candidate import TOLERANCE
+from mmod.planning.candidate import MEASURES, TOLERANCE
 from mmod.values import Mistakes, check_value
 
 if TYPE_CHECKING:
     from mmod.opening.opened import Preprocessing
     from mmod.planning.prompts import IsRight
     from mmod.planning.samples import AtSize
-
-MEASURES = ("top1", "features", "patches")
 
 
 def main(arguments: Sequence[str]) -> None:

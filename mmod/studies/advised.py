@@ -22,9 +22,9 @@ from mmod.data.stream import ImageReader
 from mmod.opening.open import OPEN_CLIP, open_model
 from mmod.opening.opened import Opened
 from mmod.opening.runs import find_run, read_run_config
-from mmod.planning.candidate import ImageSize
+from mmod.planning.candidate import ImageSize, Measure
 from mmod.planning.prompts import IsRight
-from mmod.planning.samples import AtSize
+from mmod.planning.samples import AtSize, take_off_head_
 from mmod.training.command import parse_run
 from mmod.training.engine.kind import calibration, load
 from mmod.training.kinds import all_configs
@@ -36,7 +36,7 @@ def open_advised(
     checkpoint: str | None = None,
     pretrained: bool = True,
     image_size: int | None = None,
-    measure: str | None = None,
+    measure: Measure | None = None,
 ) -> Opened:
     """Open a dense model that reads images, see `mmod.open_model`.
 
@@ -68,7 +68,8 @@ def open_advised(
     opened = opened._replace(prepare=lambda: preprocessing)
     if find_library(opened.model) == "timm":
         opened = opened._replace(model=_flexible(opened.model))
-    _take_off_head(opened.model, name, measure)
+    if measure is not None:
+        take_off_head_(opened.model, measure, f"--measure of {name!r}")
     return opened
 
 
@@ -84,29 +85,6 @@ def _flexible(model: nn.Module) -> nn.Module:
         return model
     flexible.load_state_dict(model.state_dict())
     return flexible.to(next(model.parameters()))
-
-
-def _take_off_head(model: Any, name: str, measure: str | None) -> None:
-    """Let a model return what `--measure` evaluates, or refuse it."""
-    if measure is None:
-        return
-    library = find_library(model)
-    classes = image_facts(model).classes
-    if library == "timm":
-        # Whose head can be taken off.
-        measures = ["features", "patches"]
-        if classes:
-            measures = ["top1", *measures]
-    else:
-        measures = ["top1"] if classes else ["features"]
-    one_of(f"--measure of {name!r}, which has {classes or 'no'} classes,", measure, measures)
-    if library != "timm" or measure == "top1":
-        return
-    if measure == "patches":
-        # Without pooling, the model returns the features of each patch.
-        model.reset_classifier(0, "")
-    else:
-        model.reset_classifier(0)
 
 
 class ReadPrompts(NamedTuple):

@@ -509,6 +509,51 @@ def test_patches_of_smaller_images_are_compared_in_the_dense_grid(
             assert row.score.value == pytest.approx(float(expected), abs=1e-5)
 
 
+def test_what_is_compared_may_be_named_as_on_the_command_line(
+    clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock({})
+    few_series(monkeypatch, "a-mod")
+    images = pictures(4)
+    model = make()
+    for measure, named, options in (
+        ("top1", "agreement", {}),
+        ("features", "cosine of features", {"num_classes": 0}),
+        ("patches", "cosine of patches", {"num_classes": 0, "global_pool": ""}),
+    ):
+        advice = mmod.advise(model, [images], measure=measure, progress=False)  # type: ignore[arg-type]
+        assert advice.measure == named
+        # Of a model that returns it anyway the figures are the same; the head stays on the user's.
+        headless = make(**options)
+        headless.load_state_dict(model.state_dict(), strict=False)
+        expected = mmod.advise(headless, [images], progress=False)
+        assert [row.score for row in advice.rows] == [row.score for row in expected.rows]
+        assert model(images).shape == (4, 7)
+    tuned = mmod.advise(model, [images], measure="features", candidates=[], models={"tuned": make()}, progress=False)
+    assert [row.score.value for row in tuned.rows] == [pytest.approx(1.0)]
+
+    # What an own model returns is compared as is asked, with labels or without, each in its own rows of the store.
+    own, own_images = make_own("einsum"), make_own_images(4)
+    labelled = [(own_images, torch.zeros(4, dtype=torch.long))]
+    for batches, measure, named in (
+        (labelled, "features", "cosine of features"),
+        ([own_images], "top1", "agreement"),
+        ([own_images], None, "cosine of outputs"),
+    ):
+        folder = tmp_path / named
+        advice = mmod.advise(own, batches, measure=measure, folder=folder, progress=False)  # type: ignore[arg-type]
+        assert (advice.measure, advice.accuracy) == (named, None)
+        assert ("Labels are not used" in str(advice)) == (batches is labelled)
+    for wrong, message in (
+        ("patches", r"measure='patches' needs a model that returns a row for each patch, \(B, N, F\), and this \w+ "),
+        ("top5", "measure of this .* must be one of 'top1', 'features', 'patches', got 'top5'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mmod.advise(own, [own_images], measure=wrong, progress=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="which has no classes, must be one of 'features', 'patches', got 'top1'"):
+        mmod.advise(make(num_classes=0), [images], measure="top1", progress=False)
+
+
 def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(
     clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
