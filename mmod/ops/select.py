@@ -54,7 +54,8 @@ class Kept(NamedTuple):
     image_S: Tensor | None = None
     order_BN: Tensor | None = None
 
-    __repr__ = short_repr
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def among(self, tokens: int) -> Tensor:
         """Return which of N tokens are kept (B, N)."""

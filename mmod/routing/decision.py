@@ -228,8 +228,9 @@ class Routing(NamedTuple):
     predicted_BN: Tensor | None = None
     rule: Rule | None = None
 
-    # Whole tensors would flood a screen.
-    __repr__ = short_repr
+    def __repr__(self) -> str:
+        # Whole tensors would flood a screen.
+        return short_repr(self)
 
     @property
     def keep_BN(self) -> Tensor:
