@@ -30,6 +30,7 @@ from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged, read_yaml
+from mmod.plain import from_plain
 from mmod.planning import Candidate, untrained
 from mmod.planning import advice as advice_page
 from mmod.planning.verdict import say_guessing, verdict_of
@@ -727,7 +728,6 @@ UNTUNED = {"tune": False}
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router 'atention' is unknown"),
         ({"routers": {"x": {"budget": {0.5: {}}}}}, ValueError, "unknown key routers.x.budget; near ones: budgets"),
-        ({"routing": {"preset": "mod"}}, ValueError, "unknown config key 'routing'; near ones: routers(; valid|$)"),
         ({"routers": {"x": {"presets": "mod"}}}, ValueError, "unknown key routers.x.presets; near ones: preset"),
         (
             {"routers": {"x": {"router": "norm", "tune": "no"}}},
@@ -782,6 +782,11 @@ def test_wrong_studies_fail_before_the_first_run(
     with pytest.raises(error, match=message):
         run_study(ImageStudyConfig(**fields), progress=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_key_of_a_series_is_not_offered_in_the_dense_model(study: ImageStudyConfig) -> None:
+    with pytest.raises(ValueError, match=r"unknown config key 'routing'; near ones: routers(; valid|$)"):
+        from_plain(ImageStudyConfig, {**vars(study), "routing": {"preset": "mod"}})
 
 
 @pytest.mark.parametrize(
