@@ -51,6 +51,9 @@ def check_launch() -> None:
     A scheduler, or an earlier command of a shell, may leave some of them.
     """
     given = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
+    if given.get("LOCAL_RANK") == "-1" and given.get("WORLD_SIZE", "1") == "1":
+        # A common value for a process alone, which does not need it.
+        del given["LOCAL_RANK"]
     told = ", ".join(f"{name}={value}" for name, value in given.items())
     fault = ""
     if not all(value.isdecimal() for value in given.values()):

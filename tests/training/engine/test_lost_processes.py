@@ -96,6 +96,8 @@ def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_pat
     ("variables", "message"),
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "variables RANK=x, WORLD_SIZE=2 must be numbers: start by torchrun"),
+        ({"LOCAL_RANK": "-1", "WORLD_SIZE": "2"}, "variables LOCAL_RANK=-1, WORLD_SIZE=2 must be numbers"),
+        ({"RANK": "-1"}, "variables RANK=-1 must be numbers"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2 name several processes, and MASTER_ADDR is not set"),
     ],
 )
@@ -107,3 +109,13 @@ def test_what_a_launcher_left_in_the_environment_is_named(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ValueError, match=message), process_group("cpu"):
         pass
+
+
+@pytest.mark.parametrize("variables", [{"LOCAL_RANK": "-1"}, {"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_local_rank_of_minus_one_means_a_process_alone(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with process_group("cpu") as process:
+        assert (process.is_first, process.world) == (True, 1)
