@@ -134,7 +134,7 @@ class FolderSource:
         images, reasons = _open_classes(folder, model)
         self.left_out = _note(folder, reasons)
         # The usual names stand for their synonyms; who names another one means that folder.
-        if split not in ("", "train", "val") and os.path.basename(folder) != split:
+        if split not in ("", "train", "val") and Path(folder) != Path(str(root), split):
             told = f"the split {split!r} of {root} is read from {folder}"
             self.left_out = "; ".join(filter(None, [told, self.left_out]))
         self.names = [*rank_names(name for name in images if name)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +205,10 @@ def test_a_split_named_by_a_synonym_is_said_to_be_read(root: Path) -> None:
     assert FolderSource(str(root), "valid").left_out == f"the split 'valid' of {root} is read from {root}/validation"
     assert FolderSource(str(root), "val").left_out == ""
     assert not FolderSource(str(root), "train").left_out
+    (root / "2024").mkdir()
+    shutil.copytree(root / "odd", root / "2024/val")
+    for split in ("2024/val", "odd/", "./odd"):
+        assert not FolderSource(str(root), split, train_split=split).left_out
 
 
 def test_no_split_is_the_folder_itself(root: Path) -> None:
