@@ -78,7 +78,8 @@ def _with_option(
     # A name may be one of these where nothing is true or false.
     if switch_fault(text) and fits(True, hint):
         raise ValueError(switch_fault(text))
-    value = parse_option(text, nested=not is_text or fits({}, hint))
+    # Where anything is valid, a text that begins with a bracket is: a regular expression, or a prompt.
+    value = parse_option(text, nested=not is_text or (hint is not Any and fits({}, hint)))
     if is_text and not fits(value, hint):
         # A name that YAML reads as something else, such as 2024 or no.
         value = text

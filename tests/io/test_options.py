@@ -51,13 +51,19 @@ def test_a_bracket_that_is_not_closed_is_said_to_be_missing() -> None:
     words = {
         "--free={preset:gradual": "--free: '{preset:gradual' lacks a closing }",
         "--group={rate:1": "--group: '{rate:1' lacks a closing }",
-        "--free.a=[1,[2]": r"--free.a: '[1,[2]' lacks a closing ]",
+        "--free=[1,[2]": r"--free: '[1,[2]' lacks a closing ]",
         "--dense={base:x": "--dense: '{base:x' lacks a closing }",
         "--group.pair=[1,2": r"--group.pair: '[1,2' lacks a closing ]",
     }
     for line, message in words.items():
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             changed(line)
+
+
+def test_a_text_that_begins_with_a_bracket_is_a_text_where_anything_is_valid() -> None:
+    for text in ("[^[]+proj", "[INST", "{{", "[INST hello"):
+        assert from_plain(Config, with_options({}, [("free.a", text)], Config)).free == {"a": text}
+    assert changed("--free.a=[1,[2]]").free == {"a": [1, [2]]}
 
 
 def test_mappings_merge_key_by_key_as_in_files_and_an_empty_one_empties() -> None:
