@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import hashlib
 import os
@@ -111,7 +112,8 @@ def _images_of(paths: Sequence[str], data: ConversationsConfig) -> list[str]:
     images: set[str] = set()
     for path in paths:
         if path.endswith((".json", ".jsonl")):
-            chats = open_conversations(path, data)
+            # Records without an image that is there are left out, whatever a run does with them.
+            chats = open_conversations(path, dataclasses.replace(data, on_corrupt="skip", max_corrupt=None))
             images.update(*(chats.record(index)["images"] for index in range(len(chats))))
     return sorted(images)
 

@@ -65,6 +65,15 @@ def test_images_of_conversations_are_told_by_names_and_sizes(tmp_path: Path) -> 
     Image.new("RGB", (64, 64)).save(image)
     assert told("one") not in (before, None)
     assert told("one", "train") == trained
+    # Beside one that is missing, the others are told.
+    (tmp_path / "three").mkdir()
+    records = [{"image": name, "conversations": said} for name in ("a.png", "missing.png")]
+    (tmp_path / "three/val.json").write_text(json.dumps(records))
+    shutil.copy(image, tmp_path / "three/a.png")
+    missing = told("three")
+    assert str(missing).startswith("2 files, ")
+    Image.new("RGB", (8, 8)).save(tmp_path / "three/a.png")
+    assert told("three") not in (missing, None)
     # The file is known also where a record cannot be read.
     image.unlink()
     assert str(told("one")).startswith("1 file, ")
