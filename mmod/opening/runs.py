@@ -147,7 +147,10 @@ def holds_work(folder: str | Path) -> bool:
 
 
 def check_holds_work(path: str | Path) -> None:
-    """Raise a FileNotFoundError for the folder of a run that was stopped before its first checkpoint."""
+    """Raise a FileNotFoundError for the folder of a run that was stopped before its first checkpoint.
+
+    One that trains now is a LockedError, see `check_at_rest`.
+    """
     if find_run(path) == Path(path) and not holds_work(path):
         check_at_rest(path)
         raise FileNotFoundError(
@@ -164,6 +167,8 @@ def check_at_rest(path: str | Path) -> None:
     folder = Path(path)
     if find_run(folder) != folder or (folder / FINAL_MODEL).exists() or not is_locked(folder):
         return
+    if not holds_work(folder):
+        raise LockedError(f"the run in {str(path)!r} is training, and has no checkpoint yet: wait for it to end")
     raise LockedError(
         f"the run in {str(path)!r} is training, so that its last checkpoint will change: wait for it to end, or copy "
         f"the folder, `cp -r {path} {folder}-copy`, and name the copy"

@@ -68,6 +68,10 @@ def test_a_run_without_a_checkpoint_leaves_its_folder_to_another_config(tmp_path
         find_weights(tmp_path / "run")
     with pytest.raises(FileNotFoundError, match=r"run' was stopped before its first checkpoint"):
         mmod.open_model(tmp_path / "run")
+    # Another process trains it.
+    for opens in (find_weights, mmod.open_model):
+        with locked(config.output, wait=False), pytest.raises(LockedError, match="and has no checkpoint yet: wait for"):
+            opens(tmp_path / "run")
     assert run(config).steps == run(replace(config, output=str(tmp_path / "other"))).steps
     assert read_yaml(tmp_path / "run/config.yaml")["epochs"] == 1
     assert not (tmp_path / "run/classes.json").exists()
