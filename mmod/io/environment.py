@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from mmod.values import check_value
 from mmod.version import __version__
 
 
@@ -21,7 +20,8 @@ def choose_device(device: str | torch.device = "auto") -> torch.device:
         TypeError: Neither a name nor a device.
         ValueError: A name that torch does not know, or a GPU that it does not see.
     """
-    check_value("device", device, str | torch.device)
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device must be a text or a device, got {device!r}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
