@@ -369,10 +369,15 @@ class SpannedBlock(RoutedBlock):
         # The nearest first. A checkpoint that recomputes the block finds its own.
         for number in range(self.mod_state.position, -1, -1):
             made = span_pass.decisions.get(number)
-            if made is None or not rule.matches(made.rule):
+            if made is None:
                 continue
             if rule.config.joins:
+                if not rule.matches(made.rule):
+                    # Of the rows of an earlier decision, some have joined others since.
+                    break
                 return made.to(device)
+            if not rule.matches(made.rule):
+                continue
             if made.kept.index_BK.device == device and all(a is b for a, b in zip(made.tokens, tokens)):
                 return made
         if not rule.config.joins:

@@ -130,12 +130,10 @@ class Method(Checked, ABC, group="method"):
         # A method finds a stack, one for each of its parts, or what else it changes.
         parts = target.values() if isinstance(target, Mapping) else (target,)
         stacks = [stack for stack in parts if isinstance(stack, BlockStack)]
-        if not present:
-            for stack in stacks:
-                _refuse_repeated(stack)
         with _unchanged_on_error(model):
             self.change(model, target)
             for stack in stacks:
+                _refuse_repeated(stack)
                 stack.watch_losses(model)
         # One warning for all modules of this application.
         told: set[str] = set()
@@ -294,10 +292,10 @@ def _in_training(model: nn.Module) -> tuple[Method, ...]:
 
 
 def _refuse_repeated(stack: BlockStack) -> None:
-    """Raise a ValueError if a module stands twice in a list of blocks: changed in one place, it is so in the other."""
+    """Raise a ValueError if a changed module stands twice in a list of blocks, as it is changed in both places."""
     first: dict[nn.Module, str] = {}
     for name, block in zip(stack.names, stack.blocks):
-        if block in first:
+        if block in first and is_converted(block):
             raise ValueError(
                 f"{first[block]} and {name} are one module, and a method changes either alone: put a copy into the "
                 "list, copy.deepcopy(block)"

@@ -41,7 +41,7 @@ def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tenso
         all_join: Promise that no slot is -1, which skips the check.
     """
     if all_join:
-        joined_BN = torch.ones(slot_BN.shape, device=slot_BN.device)
+        joined_BN = torch.ones(slot_BN.shape, dtype=torch.float32, device=slot_BN.device)
     else:
         joined_BN = (slot_BN >= 0).float()
         slot_BN = slot_BN.clamp(min=0)
