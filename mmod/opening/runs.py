@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import SUMS, DamagedFileError, LockedError, is_locked, near_paths, read_text, sha256
+from mmod.io.files import SUMS, DamagedFileError, LockedError, is_locked, near_paths, sha256
 from mmod.io.tensors import WEIGHTS
 from mmod.io.yaml import read_yaml
 from mmod.values import one_of
@@ -48,14 +48,14 @@ _SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "weights"
 def find_run(path: str | Path) -> Path | None:
     """Return the folder of a run for itself, for its `model`, `last` or checkpoints, and for a file in these.
 
-    None for any other path, such as the config in a run folder.
+    None for any other path, such as the config in a run folder, or weights below a `config.yaml` of other software.
     """
     path = Path(path)
     if not path.exists():
         return None
     # The deepest is a file in a checkpoint: checkpoints/step-000000002-epoch-00001/ema.safetensors.
     for folder in (path, *list(path.parents)[:3]):
-        if not (folder / RUN_CONFIG).is_file():
+        if not _is_run(folder):
             continue
         below = path.relative_to(folder).parts[:1]
         if not below or below[0] in (FINAL_MODEL, LAST_WEIGHTS, CHECKPOINTS):
@@ -65,19 +65,46 @@ def find_run(path: str | Path) -> Path | None:
     return None
 
 
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder has the config of a run; other software writes files of that name beside weights."""
+    path = folder / RUN_CONFIG
+    if not path.is_file():
+        return False
+    if _is_written(path):
+        return True
+    # A user's own config, in the folder of a run; one beside a model's description is about something else.
+    if is_described(folder):
+        return False
+    try:
+        fields = read_yaml(path)
+    except (ValueError, OSError):
+        # Of what cannot be read, keys at the start of a line are known.
+        return {b"kind", b"model"} <= set(re.findall(rb"^(\w+):", path.read_bytes(), re.MULTILINE))
+    return isinstance(fields.get("model"), Mapping)
+
+
+def _is_written(path: Path) -> bool:
+    """Return whether a run wrote a file as its config, which may be cut off within its first line."""
+    start = path.read_bytes()[: len(RUN_HEADER)]
+    return RUN_HEADER.encode().startswith(start)
+
+
 def read_run_config(run: Path) -> dict[str, Any]:
-    """Return the plain fields of a run's config; a DamagedFileError names a file that is cut off or no config."""
+    """Return the plain fields of a run's config; a DamagedFileError names a file that is cut off or no config.
+
+    A user's own config need not have every key, and is checked where it is used.
+    """
     path = run / RUN_CONFIG
     remedy = "restore it, or copy the config file that the run was trained by to its place"
     try:
         fields = read_yaml(path)
     except ValueError as error:
+        if not _is_run(run):
+            raise
         raise DamagedFileError(f"{error}. It is the config of a run: {remedy}") from error
-    needed = ["output", "model", "data"]
-    if read_text(path).startswith(RUN_HEADER):
-        # The last that is written; a user's own file, which may lie there, need not have it.
-        needed.append("world_size")
-    missing = [key for key in needed if not fields.get(key)]
+    if not _is_written(path):
+        return fields
+    missing = [key for key in ("output", "model", "data", "world_size") if not fields.get(key)]
     if missing:
         raise DamagedFileError(
             f"{str(path)!r} is the config of a run, and lacks {', '.join(missing)}: it was cut off or edited; {remedy}"

@@ -22,7 +22,9 @@ def of_run(opened: Opened, run: Path) -> Opened:
     classes = run_classes(run)
 
     def prepare() -> Any:
-        images = _class_of(fields).image_fields(fields["data"])
+        # A user's own config, in a run folder, may leave them out.
+        data = fields.get("data")
+        images = None if data is None else _class_of(fields).image_fields(data)
         if images is not None:
             return Preprocessing(images, "of the run")
         known = opened.preprocessing

@@ -1088,7 +1088,7 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
         Path(name).mkdir(exist_ok=True)
         Path(name, "result.json").write_text(result)
         if is_run:
-            Path(name, "config.yaml").write_text("{}")
+            Path(name, "config.yaml").write_text("model: {name: a}")
         model = dataclasses.replace(runs[0].training.model, checkpoint=None if name == "." else name)
         first = dataclasses.replace(runs[0], training=dataclasses.replace(runs[0].training, model=model))
         assert training_ahead([first, *runs[1:]]) == told + time

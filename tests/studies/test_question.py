@@ -35,7 +35,7 @@ def study_in(folder: Path, **changes: Any) -> ImageStudyConfig:
 
 
 def test_a_run_is_loaded_and_a_config_trained_unless_the_study_says_otherwise(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("world_size: 1\n")
+    (tmp_path / "config.yaml").write_text("model: {name: a}\nworld_size: 1\n")
     run = str(tmp_path)
     # What is described, and what a file describes, is not there yet.
     trained = {"digits": True, "another.yaml": True, f"{run}/config.yaml": True, run: False}

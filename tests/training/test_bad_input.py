@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import yaml
 from safetensors.torch import save_file
@@ -22,6 +24,8 @@ from mmod.opening.language import config_of
 from mmod.opening.runs import RUN_HEADER, find_weights, read_run_config
 from mmod.opening.weights import load_weights
 from mmod.plain import from_plain
+from mmod.studies.candidates import training_configs
+from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.command import parse_run
@@ -83,9 +87,10 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 DENSE = f"output: run\nkind: image\nmodel: {{name: {VIT['name']}, args: {{depth: 2}}}}\ndata: {{source: digits}}\n"
 CUT_RUNS = {
     "": "config.yaml' must hold a mapping of keys to values, got nothing. It is the config of a run: restore it",
-    DENSE[
-        : DENSE.index("data")
-    ]: "config.yaml' is the config of a run, and lacks data: it was cut off or edited; restore",
+    RUN_HEADER + DENSE[: DENSE.index("data")]: "config.yaml' is the config of a run, and lacks data, world_size: it",
+    RUN_HEADER[
+        :9
+    ]: "config.yaml' must hold a mapping of keys to values, got nothing. It is the config of a run: restore it",
     DENSE[: DENSE.index("}}")]: "config.yaml, line 3: expected ',' or '}'",
     RUN_HEADER + DENSE: "config.yaml' is the config of a run, and lacks world_size: it was cut off or edited; restore",
 }
@@ -108,6 +113,49 @@ def test_a_cut_config_of_a_run_is_named_wherever_the_run_is(text: str, tmp_path:
     for door in doors:
         with pytest.raises(DamagedFileError, match=re.escape(CUT_RUNS[text])):
             door()
+
+
+FOREIGN = {
+    "of other software": "lr: 0.1\nmodel: resnet50\n",
+    "that is no YAML here": "model: resnet50\nuse_amp: yes\n",
+    "with a model": "model: {name: resnet50}\ntask: classes\n",
+}
+"""Files of other software that have the name of a run's config."""
+
+
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
+def test_a_config_of_other_software_above_weights_is_none_of_a_run(text: str, tmp_path: Path) -> None:
+    for folder in ("checkpoints", "hub"):
+        (tmp_path / folder).mkdir()
+    timm.models.save_for_hf(timm.create_model(VIT["name"]), tmp_path / "hub", safe_serialization=True)
+    for folder in (tmp_path, tmp_path / "hub"):
+        (folder / "config.yaml").write_text(text)
+    weights = shutil.copy(tmp_path / "hub/model.safetensors", tmp_path / "checkpoints/best.safetensors")
+    shutil.copytree(tmp_path / "hub", tmp_path / "model", ignore=shutil.ignore_patterns("*.yaml"))
+    start = {**KINDS[TrainConfig], "model": {**VIT, "checkpoint": str(weights)}}
+    TrainConfig.from_dict(start).check_weights()
+    for folder in ("hub", "model"):
+        assert mmod.open_model(tmp_path / folder).preprocessing
+    with pytest.raises(ValueError, match="does not fit the model"):
+        load_weights(torch.nn.Linear(1, 1), {"a": torch.zeros(1)}, weights)
+    begun = TrainConfig.from_dict({**KINDS[TrainConfig], "output": str(tmp_path / "own")})
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/config.yaml").write_text("lr: 0.1\n")
+    with pytest.raises(FileExistsError, match=r"own' holds a config\.yaml that is no run's: choose a new or empty"):
+        told_start(begun, 1)
+
+
+def test_a_user_s_own_config_beside_a_model_need_not_have_what_a_run_writes(tmp_path: Path) -> None:
+    timm.models.save_for_hf(timm.create_model(VIT["name"]), tmp_path / "model", safe_serialization=True)
+    for text in (DENSE[: DENSE.index("data")], f"kind: text\nmodel: {{name: {VIT['name']}}}\n"):
+        (tmp_path / "config.yaml").write_text(text)
+        opened = mmod.open_model(tmp_path)
+        assert opened.sentence.startswith("the final model of the run")
+        assert opened.preprocessing
+    (tmp_path / "config.yaml").write_text(DENSE.removeprefix("output: run\n"))
+    routers: dict[str, Any] = {"x": {"router": "norm"}}
+    study = ImageStudyConfig(dense=str(tmp_path), output="out", routers=routers, tune=False, train_dense=True)
+    assert training_configs(study)[0].output == "out"
 
 
 def test_weights_of_another_run_say_which_model_they_are_of(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ class RunConfig:
                 f"model.checkpoint={checkpoint!r} is a run of kind {kind!r}: name one of kind {self.kind!r}, or {other}"
             )
         check_at_rest(checkpoint)
-        check_holds_work(run)
+        check_holds_work(checkpoint)
 
     def check_schedule(self, world: int = 1) -> None:
         """Raise a ValueError if so many processes would train in vain, as far as is known before data are read."""

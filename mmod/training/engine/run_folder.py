@@ -25,7 +25,7 @@ from mmod.io.files import (
     write_atomically,
     write_json,
 )
-from mmod.io.records import check_same, check_unused
+from mmod.io.records import FolderTakenError, check_same, check_unused
 from mmod.io.tensors import check_complete
 from mmod.opening.runs import (
     CHECKPOINTS,
@@ -127,6 +127,8 @@ def _has_begun(config: RunConfig, record: dict[str, object]) -> bool:
     if not (folder / RUN_CONFIG).is_file():
         check_unused(folder, RUN_CONFIG)
         return False
+    if find_run(folder) != folder:
+        raise FolderTakenError(f"{str(folder)!r} holds a {RUN_CONFIG} that is no run's: choose a new or empty folder")
     if holds_work(folder):
         _check_continues(config, read_run_config(folder), record)
     return True

@@ -59,7 +59,11 @@ def test_logs_written_before_the_first_step_do_not_keep_a_run_from_its_folder(tm
 
 def test_a_run_without_a_checkpoint_leaves_its_folder_to_another_config(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=1)
-    files = {"config.yaml": "epochs: 9\n", "files.json": '{"train": "9 files"}', "classes.json": '{"gone": 0}'}
+    files = {
+        "config.yaml": "model: {name: a}\nepochs: 9\n",
+        "files.json": '{"train": "9 files"}',
+        "classes.json": '{"gone": 0}',
+    }
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     for name, text in files.items():
         (tmp_path / "run" / name).write_text(text)
