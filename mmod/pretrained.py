@@ -19,8 +19,8 @@ from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import MethodWarning, host_class
 from mmod.io.environment import choose_device
-from mmod.io.files import SUMS, DamagedFileError, make_folder, near_paths, parse_json, replacing, write_atomically
-from mmod.io.sums import check_weights, write_sums
+from mmod.io.files import DamagedFileError, make_folder, near_paths, parse_json, replacing, write_atomically
+from mmod.io.sums import check_weights, remove_sums, write_sums
 from mmod.io.tensors import WEIGHTS, check_fits, read_header, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
 from mmod.random_state import Unfilled
@@ -88,7 +88,7 @@ def save_pretrained(
     with replacing(folder / WEIGHTS) as weights:
         write_tensors(weights, state, {"format": "pt", KEY: text})
         # Those of earlier weights; written again when both files are there.
-        (folder / SUMS).unlink(missing_ok=True)
+        remove_sums(folder)
         write_atomically(folder / CONFIG, text + "\n")
     write_sums(folder, WEIGHTS)
 

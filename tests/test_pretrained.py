@@ -20,6 +20,8 @@ from torch import nn
 import mmod
 from mmod import RoutingConfig, load_pretrained, save_pretrained
 from mmod.io.files import DamagedFileError, UnwrittenError
+from mmod.io.sums import write_sums
+from mmod.opening.weights import read_weights
 from mmod.random_state import Unfilled
 from tests.kit.disk import small_disk
 from tests.kit.processes import run_processes
@@ -63,6 +65,43 @@ def test_a_flipped_byte_is_told_and_weights_that_were_changed_on_purpose_are_rea
             door(tmp_path)
     (tmp_path / "sha256.json").unlink()
     assert load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_a_model_that_its_host_saves_anew_is_not_damaged(is_routed: bool, tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model: Any = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
+    if is_routed:
+        mmod.route_(model, mmod.RoutingConfig(capacity=0.5))
+    model.save_pretrained(tmp_path)
+    doors: list[Callable[[Path], Any]] = [lambda folder: mmod.open_model(folder).model]
+    if is_routed:
+        doors.append(load_pretrained)
+    weights = tmp_path / "model.safetensors"
+    write_sums(tmp_path)
+    loaded: Any = doors[0](tmp_path)
+    with torch.no_grad():
+        loaded.classifier.bias.add_(1)
+    loaded.save_pretrained(tmp_path)
+    assert (tmp_path / "sha256.json").exists() is not is_routed
+    for door in doors:
+        assert torch.equal(door(tmp_path).classifier.bias, loaded.classifier.bias)
+    assert torch.equal(read_weights(weights)["classifier.bias"], loaded.classifier.bias)
+    for foreign in ('["a"]', '{"model.safetensors": 3}', "no JSON"):
+        (tmp_path / "sha256.json").write_text(foreign)
+        assert all(door(tmp_path) for door in doors)
+        assert read_weights(weights)
+        loaded.save_pretrained(tmp_path)
+        assert (tmp_path / "sha256.json").read_text() == foreign
+    write_sums(tmp_path)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for door in doors:
+        with pytest.raises(DamagedFileError, match=r"model\.safetensors' is damaged: it differs"):
+            door(tmp_path)
 
 
 def test_a_full_disk_keeps_what_was_saved_before(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
 from mmod.io.files import SUMS, DamagedFileError, read_json_object, sha256, write_json
 from mmod.io.processes import gathered, process_count, process_rank
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def write_sums(folder: Path, *names: str, together: bool = False) -> None:
@@ -42,11 +45,40 @@ def check_sums(folder: Path, *names: str, together: bool = False) -> None:
         raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state}")
 
 
-def check_weights(folder: str | Path) -> None:
-    """Refuse weights of a saved model that differ from their checksums; its other files may be edited."""
-    names = [file.name for file in Path(folder).glob("*.safetensors")]
-    if names:
-        check_sums(Path(folder), *names)
+def check_weights(folder: str | Path, *names: str) -> None:
+    """Refuse weights of a saved model that differ from their checksums; its other files may be edited.
+
+    A library that saves a model anew leaves the checksums of the earlier weights, which say nothing of its own.
+    """
+    folder = Path(folder)
+    files = [folder / name for name in names] or list(folder.glob("*.safetensors"))
+    earlier = [file.name for file in files if not _is_saved_anew(file)]
+    if earlier and _holds_sums(folder):
+        check_sums(folder, *earlier)
+
+
+def remove_sums(folder: str | Path) -> None:
+    """Remove the checksums of earlier files, before others are written in their place."""
+    if _holds_sums(Path(folder)):
+        (Path(folder) / SUMS).unlink()
+
+
+def _holds_sums(folder: Path) -> bool:
+    """Return whether a folder has checksums as `write_sums` writes them; other software has files of that name."""
+    try:
+        sums = read_json_object(folder / SUMS)
+    except (ValueError, FileNotFoundError):
+        return False
+    return all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in sums.values())
+
+
+def _is_saved_anew(weights: Path) -> bool:
+    """Return whether weights, and the config that a host writes with them, are newer than the checksums beside them."""
+    sums = weights.with_name(SUMS)
+    config = weights.with_name("config.json")
+    if not (sums.is_file() and config.is_file()):
+        return False
+    return sums.stat().st_mtime_ns < min(file.stat().st_mtime_ns for file in (weights, config))
 
 
 def _sums_of(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mmod.adapters import image_facts
 from mmod.io.files import DamagedFileError
 from mmod.io.processes import process_rank
-from mmod.io.sums import check_sums
+from mmod.io.sums import check_sums, check_weights
 from mmod.io.tensors import check_fits, read_tensors
 from mmod.opening.foreign import STAND_INS, Unread, clean_names, select_weights
 from mmod.opening.runs import find_weights, list_checkpoints, told_run
@@ -46,7 +46,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 def _check_undamaged(file: Path) -> None:
     """Refuse a file that differs from its checksum; the message offers an earlier checkpoint, and the user decides."""
     try:
-        check_sums(file.parent, file.name)
+        check_weights(file.parent, file.name)
     except DamagedFileError as error:
         others = [other for other in list_checkpoints(file.parent.parent) if other != file.parent]
         hint = ""

@@ -34,6 +34,7 @@ from mmod.blocks import (
     model_hooks,
 )
 from mmod.io.files import make_folder
+from mmod.io.sums import remove_sums
 from mmod.routing.added import Drawn
 
 # The config field from which transformers reads the name of the weights file.
@@ -112,6 +113,7 @@ class DescribedModel(Mixin):
             raise ValueError("distributed_checkpoint is not supported for routed models: they would load as dense ones")
         # transformers only logs that a file is no folder, and saves nothing.
         make_folder(save_directory)
+        remove_sums(save_directory)
         config = self.config
         self.config = _described_config(config, describe(self))
         try:
