@@ -35,6 +35,21 @@ LOCAL = "local-dir:"
 """What may stand before the folder of a model, as timm and open_clip name it."""
 # Each of these files describes a model, and stands in one folder with its weights.
 _DESCRIPTIONS = ("config.json", "mmod.json", "open_clip_config.json")
+# Of transformers: what prepares inputs and how a model answers, and which file has which weights.
+_FURTHER = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
 # Of the training loop, with a prefix and suffix while it is written; and of transformers' trainer.
 _CHECKPOINT = re.compile(r"\.?step-\d{9,}-epoch-\d{5,}(\.partial)?|checkpoint-\d+")
@@ -304,7 +319,8 @@ def _model_in(folder: Path) -> list[Path]:
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if not weights:
         return []
-    return sorted([*weights, *folder.glob("*.json")])
+    described = [folder / name for name in (*_DESCRIPTIONS, *_FURTHER) if (folder / name).is_file()]
+    return sorted([*weights, *described])
 
 
 @functools.lru_cache

@@ -21,7 +21,7 @@ import mmod
 from mmod import Opened, open_model
 from mmod.methods import methods_of
 from mmod.opening.opened import Preprocessing
-from mmod.opening.runs import check_source, find_run, find_weights, model_folder
+from mmod.opening.runs import check_source, find_run, find_weights, model_folder, weight_sums
 from mmod.training import fit
 from mmod.training.command import parse_run
 from mmod.training.engine import loop
@@ -355,6 +355,18 @@ def test_only_paths_of_weights_in_a_run_are_a_run(tmp_path: Path) -> None:
     assert model_folder(run) is None
     (run / "model/config.json").touch()
     assert [model_folder(path) for path in inside[:3]] == [run / "model"] * 3
+
+
+def test_the_sums_of_a_model_are_of_what_describes_it(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_text(name)
+    before = weight_sums(str(tmp_path))
+    assert len(before) == 3
+    for name in ("sha256.json", "results.json"):
+        (tmp_path / name).write_text("{}")
+    assert weight_sums(str(tmp_path)) == before
+    (tmp_path / "preprocessor_config.json").write_text("other")
+    assert weight_sums(str(tmp_path)) != before
 
 
 # What makes a model, or reads weights, by a name.
