@@ -317,7 +317,8 @@ def _is_other(path: Path) -> bool:
     if not path.is_file():
         return path.exists()
     with path.open("rb") as file:
-        return file.read(len(_MAGIC)) != _MAGIC
+        # A full disk leaves an empty file at the first write, or part of a header.
+        return not _MAGIC.startswith(file.read(len(_MAGIC)))
 
 
 def fingerprint(*outputs: Tensor) -> str:

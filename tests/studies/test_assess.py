@@ -227,6 +227,15 @@ def test_of_two_equal_evaluations_the_first_ends_and_the_other_goes_on(
     assert not capsys.readouterr().out
 
 
+def test_what_a_full_disk_left_of_a_file_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = OptionalStore(tmp_path / "batches.jsonl", "said")
+    with small_disk(8):
+        assert store.once({"batch": 1}, lambda: 1) == 1
+    assert capsys.readouterr().out.startswith("said: ")
+    store.remove()
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_evaluation_needs_no_folder_of_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = fit(config(tmp_path), progress=False).evaluation
     start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
