@@ -76,7 +76,7 @@ class CorruptReport:
     limit: int | None = None
     # A tensor that worker processes share, where files are remote.
     retried: SupportsInt = 0
-    skip: str = "data.on_corrupt: skip"
+    skip: str = "on_corrupt: skip in data"
 
     def __post_init__(self) -> None:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))

@@ -288,7 +288,7 @@ def test_an_image_that_a_worker_cannot_decode_is_named(tmp_path: Path) -> None:
     data = replace(vlm_config(tmp_path).data, train=str(tmp_path / "t.json"), val=None)
     config = vlm_config(tmp_path, "run", {"dataloader_num_workers": 1}, data=data)
     before = multiprocessing.active_children()
-    told = rf"\A{tmp_path}/0\.png \[7\]: image of 200 bytes cannot be decoded.* \(data.on_corrupt: skip counts such"
+    told = rf"\A{tmp_path}/0\.png \[7\]: image of 200 bytes cannot be decoded.* \(on_corrupt: skip in data counts such"
     with pytest.raises(CorruptDataError, match=told):
         fit(config, progress=False)
     # What is told may be done in the folder of a run that had begun.

@@ -290,7 +290,7 @@ def test_a_dry_run_reads_some_of_the_training_images_too(tmp_path: Path, monkeyp
     (tmp_path / f"data/train/a/{order[9]}.png").write_bytes(b"no picture")
     assert str(estimate(config)).endswith("\nsamples read: 2 of evaluation, 8 of training; none is broken")
     (tmp_path / f"data/train/a/{order[7]}.png").write_bytes(b"no picture")
-    with pytest.raises(CorruptDataError, match=rf"/a/{order[7]}\.png.*\(data\.on_corrupt: skip counts"):
+    with pytest.raises(CorruptDataError, match=rf"/a/{order[7]}\.png.*\(on_corrupt: skip in data counts"):
         estimate(config)
     skipping = estimate(replace(config, data=replace(config.data, on_corrupt="skip")))
     assert str(skipping).endswith("\nsamples read: 2 of evaluation, 8 of training; 1 broken, left out")
@@ -313,7 +313,7 @@ def refuse_unreadable(run: Callable[[TrainConfig], object], folder: Path, patche
     """Check that a function of a config names all samples that cannot be read, and trains nothing."""
     config = unreadable(folder, patches)
     strict = replace(config, data=replace(config.data, on_corrupt="raise"), output=str(folder / "strict"))
-    with pytest.raises(CorruptDataError, match=r"1\.png.*; .*3\.png.*; .*5\.png.*on_corrupt: skip counts"):
+    with pytest.raises(CorruptDataError, match=r"1\.png.*; .*3\.png.*; .*5\.png.*on_corrupt: skip in data counts"):
         run(strict)
     assert not (folder / "strict/config.yaml").exists()
 
