@@ -173,6 +173,24 @@ def test_weights_of_another_run_say_which_model_they_are_of(tmp_path: Path) -> N
             config.check_weights()
 
 
+def test_weights_of_another_run_are_taken_where_they_may_fit(tmp_path: Path) -> None:
+    (tmp_path / "run/model").mkdir(parents=True)
+    weights = tmp_path / "run/model/open_clip_model.safetensors"
+    save_file({"a": torch.zeros(1)}, weights)
+
+    def start(kind: str, checkpoint: Path) -> None:
+        (tmp_path / "run/config.yaml").write_text(DENSE.replace("kind: image", f"kind: {kind}"))
+        TrainConfig.from_dict({**KINDS[TrainConfig], "model": {**VIT, "checkpoint": str(checkpoint)}}).check_weights()
+
+    # timm converts those of a CLIP.
+    start("pairs", tmp_path / "run")
+    for kind in ("pairs", "text", "chat"):
+        start(kind, weights)
+    for kind in ("text", "chat"):
+        with pytest.raises(ValueError, match=rf"run of kind '{kind}': name one of kind 'image' or 'pairs', or a file"):
+            start(kind, tmp_path / "run")
+
+
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000000001-epoch-00000").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"the folder holds no model\.safetensors"):

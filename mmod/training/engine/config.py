@@ -133,6 +133,8 @@ class RunConfig:
 
     engine: ClassVar[str]
     """The package that trains such a run by `start.create`, `loop.fit` and `estimate.estimate`."""
+    converted_kinds: ClassVar[tuple[str, ...]] = ()
+    """Other kinds of runs whose weights such a run may start from, as they are converted."""
     part: ClassVar[str] = ""
     """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
@@ -192,19 +194,23 @@ class RunConfig:
         """Raise if the weights that the run starts from are missing, or those of a run that trains; no hub is asked."""
 
     def check_kind(self, other: str) -> None:
-        """Raise a ValueError if the weights that the run starts from are of a run of another kind.
+        """Raise a ValueError if the weights that the run starts from are of a run whose kind cannot fit.
+
+        A file of weights that is named itself may be of any kind: whether it fits shows when it is loaded.
 
         Args:
             other: What else may be named.
         """
         checkpoint = self.model.checkpoint
         run = None if checkpoint is None else find_run(checkpoint)
-        if run is None:
+        if run is None or Path(checkpoint).is_file():
             return
         kind = read_run_config(run).get("kind", "image")
-        if kind != self.kind:
+        kinds = (self.kind, *self.converted_kinds)
+        if kind not in kinds:
+            fitting = " or ".join(map(repr, kinds))
             raise ValueError(
-                f"model.checkpoint={checkpoint!r} is a run of kind {kind!r}: name one of kind {self.kind!r}, or {other}"
+                f"model.checkpoint={checkpoint!r} is a run of kind {kind!r}: name one of kind {fitting}, or {other}"
             )
         check_at_rest(checkpoint)
         check_holds_work(checkpoint)

@@ -173,6 +173,8 @@ class TrainConfig(engine.LoopConfig):
     elastic: ElasticConfig | None = None
 
     part = "image"
+    # timm converts the image encoder of a CLIP.
+    converted_kinds = ("pairs",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
