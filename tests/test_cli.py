@@ -54,7 +54,6 @@ WRITING = (
     "train chat vlm/own-conversations",
     "tradeoff digits",
     "isoflop isoflop/text",
-    "evaluate digits/dense",
     "audit digits/dense",
     "plan digits/dense",
     "advise test_vit --images docs",

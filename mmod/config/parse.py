@@ -88,10 +88,6 @@ def read_config(
     chosen, plain = read_fields(arguments, config_class, start)
     if check is not None:
         check(chosen, plain)
-    # Before the checks of the config, which may import torch.
-    output = plain.get("output")
-    if isinstance(output, str):
-        check_place(output)
     try:
         return from_plain(chosen, plain)
     except ValueError as error:
@@ -102,6 +98,13 @@ def read_config(
                 hint = "name them in --config FILE or as options, which `--help all` lists"
             raise ValueError(f"{error}; {hint}") from error
         raise
+
+
+def check_output(kind: object, fields: Mapping[str, object]) -> None:
+    """Refuse a file in the place of the folder that a command writes; a `Check` of any config with an `output`."""
+    output = fields.get("output")
+    if isinstance(output, str):
+        check_place(output)
 
 
 def read_fields(

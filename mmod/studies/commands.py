@@ -7,11 +7,11 @@ wrong in a line, is answered without torch.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmod.config.parse import parse_config
+from mmod.config.parse import check_output, parse_config
 from mmod.io.files import locked_where_possible, read_text
 from mmod.planning.candidate import PlanOptions
 from mmod.studies.audit.config import AUDITS
@@ -39,6 +39,11 @@ SEARCHES = extended(Searched)
 """The configs of searches by kind: training configs, whose model and data are searched on their device."""
 
 
+def _check_study(kind: type[StudyConfig], fields: Mapping[str, object]) -> None:
+    kind.check_dense(fields)
+    check_output(kind, fields)
+
+
 def tradeoff(arguments: Sequence[str]) -> Iterator[Path]:
     """Compare models as `CONFIG [--key value]` says: print the table of the study and of those that follow it.
 
@@ -46,7 +51,7 @@ def tradeoff(arguments: Sequence[str]) -> Iterator[Path]:
         The folder of each.
     """
     # A dense model that is not there is refused before the routings are checked, which imports torch.
-    config: StudyConfig | None = parse_config(arguments, CONFIGS, check=lambda kind, fields: kind.check_dense(fields))
+    config: StudyConfig | None = parse_config(arguments, CONFIGS, check=_check_study)
     from mmod.studies.study import run_study
 
     said: set[str] = set()
@@ -63,7 +68,7 @@ def isoflop(arguments: Sequence[str]) -> Iterator[Path]:
 
     `--dry-run` only describes it.
     """
-    config = parse_config([word for word in arguments if word != _DRY], IsoflopConfig)
+    config = parse_config([word for word in arguments if word != _DRY], IsoflopConfig, check=check_output)
     from mmod.studies.isoflop import describe, run_isoflop
 
     if _DRY in arguments:
@@ -86,7 +91,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def audit(arguments: Sequence[str]) -> list[Path]:
     """Audit a trained model as `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the results."""
-    config = parse_run(arguments, AUDITS)
+    config = parse_run(arguments, AUDITS, check_output)
     from mmod.studies.audit.run import audit_run
 
     folder = Path(config.output) / "audit"
@@ -98,7 +103,7 @@ def audit(arguments: Sequence[str]) -> list[Path]:
 
 def plan(arguments: Sequence[str]) -> None:
     """Search a plan for the model of `CONFIG_OR_RUN [--kind KIND] [--key value]` and print the result."""
-    config = parse_run(arguments, SEARCHES)
+    config = parse_run(arguments, SEARCHES, check_output)
     from mmod.studies.measure import search_for
     from mmod.training.kinds import kind_of
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmod.config.parse import named_kind, parse_config
+from mmod.config.parse import Check, check_output, named_kind, parse_config
 from mmod.io.yaml import parse_option
 from mmod.opening.runs import RUN_CONFIG, find_run, holds_work, is_described, read_run_config
 from mmod.training.kinds import KINDS, config_class, estimate, fit, kind_of
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], kind: str) -> None:
         arguments: `CONFIG [--key value] [--dry-run[=RATE]]`; with a rate, in TFLOP/s of each process, hours too.
     """
     dry = [word for word in arguments if word.partition("=")[0] == _DRY]
-    config = config_class(kind).parse([word for word in arguments if word not in dry])
+    config = config_class(kind).parse([word for word in arguments if word not in dry], check=check_output)
     # Before torch is imported. A run that has begun has weights of its own.
     if not holds_work(config.output):
         config.check_weights()
@@ -95,7 +95,7 @@ def _has_blocks(model: nn.Module) -> bool:
         return False
 
 
-def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) -> Any:
+def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[Any] | None = None) -> Any:
     """Return the config of a command line as `RunConfig.parse` does, of the kind that it names.
 
     In place of the config, a run folder stands for its final model, and its `model`, `last` or a checkpoint, or a file
@@ -104,6 +104,7 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
 
     Args:
         configs: The class of the config by kind.
+        check: See `parse_config`.
     """
     if arguments and find_run(arguments[0]) is None and is_described(arguments[0]):
         folder, *options = arguments
@@ -115,12 +116,12 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
         kind = named_kind(options) or "image"
         one_of("kind", kind, tuple(configs))
         model = configs[kind].model_in(folder)
-        return configs[kind].parse(options, {"output": folder, "model": model})
+        return configs[kind].parse(options, {"output": folder, "model": model}, check)
     run = None
     if arguments:
         run = find_run(arguments[0])
     if run is None:
-        return _parse_config(arguments, configs)
+        return _parse_config(arguments, configs, check)
     read_run_config(run)
     file = str(run / RUN_CONFIG)
     named = named_kind([file, *arguments[1:]])
@@ -131,14 +132,16 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
     config = _parse_config(words, configs)
     finished = finished_run(config, run, arguments[0])
     # The words once more, now on top of what the run's final model is.
-    return type(finished).parse(arguments[1:], finished.to_dict())
+    return type(finished).parse(arguments[1:], finished.to_dict(), check)
 
 
-def _parse_config(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) -> RunConfig:
+def _parse_config(
+    arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[Any] | None = None
+) -> RunConfig:
     # What cannot be read is refused here, and once.
     named = named_kind(arguments)
     try:
-        return parse_config(arguments, configs)
+        return parse_config(arguments, configs, check=check)
     except SystemExit as end:
         # The exit already printed the error; this adds what may explain it.
         if end.code and named is None:

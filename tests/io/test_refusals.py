@@ -39,6 +39,7 @@ def fail() -> None:
         ),
         # Printed, it is the start of one's own.
         (["tradeoff", "my-model", "--print_config"], 0, ""),
+        (["train", "image", "digits/dense", "--output", "README.md", "--print_config"], 0, ""),
         (["evaluate", "tests"], 2, "error: no config file at 'tests': it is a folder"),
         (["tradeoff", "tests"], 2, "error: no config file at 'tests': it is a folder"),
         (["evaluate", "docs/imags"], 2, "no run, config or folder at 'docs/imags'; near ones: docs/images"),

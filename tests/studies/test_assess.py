@@ -243,6 +243,8 @@ def test_an_evaluation_needs_no_folder_of_its_config(tmp_path: Path, capsys: pyt
     table = assess(config(tmp_path, model=start, output=str(tmp_path / "file")), progress=False)
     assert table.runs[DENSE][0].text == str(result)
     assert not capsys.readouterr().out
+    commands.evaluate([str(tmp_path / "run"), "--output", str(tmp_path / "file")])
+    assert capsys.readouterr().out.startswith(str(result))
 
 
 def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

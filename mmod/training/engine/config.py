@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -302,11 +302,16 @@ class RunConfig:
         return read_config([str(path), *overrides], cls)
 
     @classmethod
-    def parse(cls, arguments: Sequence[str], start: Mapping[str, object] | None = None) -> Self:
+    def parse(
+        cls,
+        arguments: Sequence[str],
+        start: Mapping[str, object] | None = None,
+        check: Callable[[type[Self], Mapping[str, object]], None] | None = None,
+    ) -> Self:
         """Read a command line on top of plain fields; a mistake or `--help` ends the program. See `parse_config`."""
         from mmod.config.parse import parse_config
 
-        return parse_config(arguments, cls, start)
+        return parse_config(arguments, cls, start, check)
 
 
 @dataclass(frozen=True, kw_only=True)
