@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
-from mmod.blocks import MethodWarning, host_class
+from mmod.blocks import host_class, noting_methods
 from mmod.io.environment import choose_device
 from mmod.io.files import DamagedFileError, make_folder, near_paths, parse_json, replacing, write_atomically
 from mmod.io.sums import check_weights, remove_sums, write_sums
@@ -322,9 +321,8 @@ def apply_again(model: nn.Module, description: Mapping[str, Any]) -> None:
     from mmod.methods.read import read_method
 
     restore_proofs(model, description.get("proofs", {}))
-    with warnings.catch_warnings():
-        # The user was warned when the model was changed.
-        warnings.simplefilter("ignore", MethodWarning)
+    # The user was warned when the model was changed.
+    with noting_methods():
         for values in methods:
             read_method(values).apply_(model)
 

@@ -9,6 +9,7 @@ from mmod.blocks.branches import (
     SilencedHalves,
     make_halves,
     make_observed,
+    noting_methods,
     return_input,
     return_zeros,
     warn_of_halves,

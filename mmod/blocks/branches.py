@@ -124,6 +124,21 @@ class MethodWarning(UserWarning):
     """A method was applied that saves little in this model; not repeated where it is loaded."""
 
 
+# The lists that note warnings in place of giving them, the innermost last.
+_noting: PerThread[list[list[str]]] = PerThread(list)
+
+
+@contextmanager
+def noting_methods() -> Iterator[list[str]]:
+    """Note each `MethodWarning` in place of giving it, for who says it once of many models."""
+    noted: list[str] = []
+    _noting.value.append(noted)
+    try:
+        yield noted
+    finally:
+        _noting.value.pop()
+
+
 def warn_of_halves(halved: Mapping[str, BlockCall], depth: int, remedy: str = "") -> None:
     """Warn if most blocks of a model run their halves separately, and compute attention in both.
 
@@ -133,14 +148,17 @@ def warn_of_halves(halved: Mapping[str, BlockCall], depth: int, remedy: str = ""
         remedy: What else to do, behind a comma.
     """
     twice = [name for name, call in halved.items() if call.halves is not None and call.halves.attends_twice]
-    if 2 * len(twice) >= depth:
-        warnings.warn(
-            f"{twice[0]} and {len(twice) - 1} other blocks compute their attention in their own forward, so that it "
-            "runs twice where a block decides between attention and MLP, which saves few FLOPs (see mmod.flops): give "
-            f"the attention a module of its own{remedy}",
-            MethodWarning,
-            stacklevel=7,
-        )
+    if 2 * len(twice) < depth:
+        return
+    message = (
+        f"{twice[0]} and {len(twice) - 1} other blocks compute their attention in their own forward, so that it runs "
+        "twice where a block decides between attention and MLP, which saves few FLOPs (see mmod.flops): give the "
+        f"attention a module of its own{remedy}"
+    )
+    if _noting.value:
+        _noting.value[-1].append(message)
+    else:
+        warnings.warn(message, MethodWarning, stacklevel=7)
 
 
 def return_zeros(

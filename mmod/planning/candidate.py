@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -136,19 +135,15 @@ class Candidate:
             depth: Number of its blocks.
         """
         # Imported late, as in `code`.
-        from mmod.blocks import MethodWarning
+        from mmod.blocks import noting_methods
         from mmod.methods.resolve import resolve_methods
         from mmod.model import change_
 
-        with warnings.catch_warnings(record=True) as caught:
-            # Of each of many candidates; whoever compares them says it once.
-            warnings.simplefilter("always", MethodWarning)
+        # Of each of many candidates; whoever compares them says it once.
+        with noting_methods() as noted:
             for method in resolve_methods(self.methods, {part: self.routing}, {part: depth}):
                 change_(model, method)
-        others = [one for one in caught if not issubclass(one.category, MethodWarning)]
-        for one in others:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-        return len(others) < len(caught)
+        return bool(noted)
 
     def config(self, part: str, is_only: bool) -> str:
         """Return the keys of a training config that apply it, a line each.

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import timm
@@ -619,10 +619,16 @@ def test_flops_that_follow_from_the_images_are_those_of_all() -> None:
     assert counted.flops == mmod.flops(model, SIDE, kept=decisions).routed
 
 
-def test_other_warnings_of_a_change_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmod.model.change_", lambda *_: warnings.warn("another", stacklevel=1))
-    with pytest.warns(UserWarning, match="another"):
-        assert not Candidate("a", routing={"router": "norm"}).apply_(make(), "image", 6)
+@pytest.mark.parametrize("action", ["default", "once"])
+def test_another_warning_of_the_changes_of_several_candidates_is_passed_on_once(
+    action: Literal["default", "once"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmod.model.change_", lambda *_: warnings.warn(f"another, {action}", stacklevel=1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action)
+        for name in ("a", "b", "c", "d"):
+            assert not Candidate(name, routing={"router": "norm"}).apply_(make(), "image", 6)
+    assert [str(one.message) for one in caught] == [f"another, {action}"]
 
 
 def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..., None]) -> None:
