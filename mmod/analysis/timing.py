@@ -111,8 +111,9 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
     return {name: (base_time / speedup, speedup) for name, speedup in speedups.items()}
 
 
-KEPT_TIMES = "Use a new folder (`--output FOLDER`): this one keeps its times."
-"""Behind a caution on times that are kept in a folder."""
+def say_kept(named: str) -> str:
+    """Say behind a caution on times that are kept in a folder how others are measured, from how a folder is named."""
+    return f"Use a new folder ({named}): this one keeps its times."
 
 
 def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:

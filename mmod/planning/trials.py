@@ -28,7 +28,7 @@ from mmod.analysis.table import (
     mean_of,
     rows_once,
 )
-from mmod.analysis.timing import KEPT_TIMES, Times, ratios, times_once
+from mmod.analysis.timing import Times, ratios, say_kept, times_once
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
@@ -243,7 +243,7 @@ def advise(
         title = f"Advice for {_name_of(model)}"
     caution = table.caution
     if caution and folder is not None:
-        caution += f" {KEPT_TIMES}"
+        caution += f" {say_kept('`--output FOLDER`, in Python `folder=`')}"
     advice = Advice(
         rows,
         refused | unfitted,

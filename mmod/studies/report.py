@@ -22,7 +22,7 @@ from mmod.analysis.table import (
     means_over_seeds,
     paired_by_sample,
 )
-from mmod.analysis.timing import KEPT_TIMES, Spread, ratios, relative_times
+from mmod.analysis.timing import Spread, ratios, relative_times, say_kept
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.planning.candidate import TOLERANCE, Candidate
@@ -166,7 +166,7 @@ def write_study(
     told = study.kind.tell(study, table, runs, rows, facts)
     names = list(runs)
     harmed = [] if told.began_by_chance else harm(table, score, names, tolerance)
-    caution = table.caution and f"{table.caution} {KEPT_TIMES}"
+    caution = table.caution and f"{table.caution} {say_kept('`--output FOLDER`')}"
     # What to do is read first, behind what makes it doubtful.
     first = [part for part in (*harmed, *told.verdict, caution) if part]
     others = [*told.parts, *_cheaper(table, runs)]

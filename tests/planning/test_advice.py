@@ -728,7 +728,8 @@ def test_times_that_are_uncertain_are_measured_again_in_another_folder_only_wher
     options: dict[str, Any] = {"candidates": [Candidate("stride", routing={"router": "stride"})], "progress": False}
     assert mmod.advise(make(), [pictures(2)], **options).caution == "Speeds are uncertain."
     kept = mmod.advise(make(), [pictures(2)], folder=tmp_path, **options)
-    assert kept.caution == f"Speeds are uncertain. {timing.KEPT_TIMES}"
+    named = "`--output FOLDER`, in Python `folder=`"
+    assert kept.caution == f"Speeds are uncertain. Use a new folder ({named}): this one keeps its times."
 
 
 def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(clock: Callable[..., None]) -> None:
