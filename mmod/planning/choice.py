@@ -365,7 +365,10 @@ class Recommendation:
             outcome = "probably"
         elif chance <= 1 - _PROBABLE:
             outcome = "probably not"
-        return f"{outcome}: {self._needed(model)} would tell"
+        needed = self._wider(model) or self._missing(model)
+        if not needed:
+            return outcome
+        return f"{outcome}: {needed} would tell"
 
     def _deciding(self, model: AdviceRow, of: str) -> str:
         """Return as a sentence what would decide about a model.
@@ -373,36 +376,42 @@ class Recommendation:
         Args:
             of: Names the model; empty where it was named before.
         """
-        needed = self._needed(model)
-        if self._is_near(model):
-            return f"The loss{of} is too close to {self.limit} to tell: {needed} would."
-        return f"{needed[0].upper()}{needed[1:]} would tell{of}."
+        wider = self._wider(model)
+        if wider:
+            return f"The loss{of} is too close to {self.limit} to tell: {wider} would."
+        missing = self._missing(model)
+        if missing:
+            return f"{missing[0].upper()}{missing[1:]} would tell{of}."
+        return f"These {self.samples} cannot tell{of}, nor would {MOST} times as many."
 
-    def _needed(self, model: AdviceRow) -> str:
-        """Return in words what would decide about a model: more samples, or where these are too many, a tolerance."""
+    def _wider(self, model: AdviceRow) -> str:
+        """Return in words a tolerance that would decide about a model where too many samples would be needed."""
         if not self._is_near(model):
-            return self._missing(model)
+            return ""
         # The worse end, rounded up as figures are printed.
         enough = math.ceil(1000 * model.loss.high - ROUNDING) / 1000
-        return f"`--tolerance {enough:g}`"
+        # The interval of a few is wide wherever their loss is: a tolerance as wide says nothing.
+        is_useful = enough <= _WIDER * self.tolerance
+        if not self._is_enough(model):
+            is_useful = is_useful or not self.tolerance or model.images >= FEWEST
+        return f"`--tolerance {enough:g}`" if is_useful and enough < 1 else ""
 
     def _is_near(self, model: AdviceRow) -> bool:
         """Return whether a loss is so near to the tolerance that too many samples would be needed to decide."""
-        if self.samples == SEEDS:
+        if self.samples == SEEDS or not model.loss.has_interval:
             return False
-        missing = missing_samples(model.loss, self.tolerance, model.images)
-        # The interval of a few is wide wherever their loss is: a tolerance as wide says nothing.
-        return missing > _MANY * model.images and model.loss.high <= _WIDER * self.tolerance < 1
+        return missing_samples(model.loss, self.tolerance, model.images) > _MANY * model.images
 
     def _missing(self, model: AdviceRow) -> str:
-        """Return in words how many more samples would decide about a model."""
+        """Return in words how many more samples would decide about a model; empty where no number is known to."""
         if self.samples == SEEDS:
             # The spread of a few seeds is not known well enough for a number.
             return f"more {SEEDS}"
-        missing = missing_samples(model.loss, self.tolerance, model.images)
-        # So many give a first interval, or leave a loss at the limit as open as it is.
-        number = f"{missing:,}" if self._is_enough(model) else f"at least {missing:,}"
-        return f"{number} more {self.samples}"
+        number = f"{missing_samples(model.loss, self.tolerance, model.images):,}"
+        if not model.loss.has_interval:
+            # So many give a first interval.
+            return f"at least {number} more {self.samples}"
+        return f"{number} more {self.samples}" if self._is_enough(model) else ""
 
     def _is_enough(self, model: AdviceRow) -> bool:
         """Return whether the number of missing samples decides about a model, and is no lower bound."""

@@ -296,8 +296,9 @@ def test_whether_a_loss_at_the_tolerance_is_within_it_is_unclear_and_how_many_sa
     # The interval of few images is wide, and a tolerance as wide is no advice.
     beside = alternative("b", 1.6, Estimate(0.015, -0.02, 0.051), 58)
     near = among([at_limit, beside])
-    missing = f"At least {missing_samples(beside.loss, 0.02, 58):,} more images would tell"
-    assert near.sentence.endswith(f"unclear whether anything clearly faster is within 2 points. {missing} of b.")
+    told = "These images cannot tell of b, nor would 50 times as many."
+    assert near.sentence.endswith(f"unclear whether anything clearly faster is within 2 points. {told}")
+    assert near.outcome(beside) == "unclear"
     # So many more that nobody has them are no advice: a tolerance that decides is, in the sentence and in its row.
     assert among([at_limit]).sentence == (
         "Keep the dense model for batches of 8: it is unclear whether anything clearly faster is within 2 points. The "
@@ -312,7 +313,14 @@ def test_whether_a_loss_at_the_tolerance_is_within_it_is_unclear_and_how_many_sa
     assert [among([close], tolerance=float(named) - below).used for below in (0.0, 0.001)] == [close, None]
     # None does about a loss that may be all; of seeds the loss is not known so well.
     lost = among([alternative("a", 1.5, Estimate(0.5, 0.0, 1.0))], tolerance=0.5)
-    assert lost.sentence.endswith("more images would tell of a.")
+    assert lost.sentence.endswith("These images cannot tell of a, nor would 50 times as many.")
+    # Where no number is known to decide, of many images a wider one is named, and at 0 of few too.
+    for tolerance, value, high, samples in ((0.0, 0.0, 0.06, 300), (0.0, 0.0, 0.24, 12), (0.4, 0.4, 0.46, 300)):
+        open_ = alternative("a", 1.5, Estimate(value, 2 * value - high, high), samples)
+        told = f"The loss of a is too close to {100 * tolerance:g} points to tell: `--tolerance {high:g}` would."
+        assert among([open_], tolerance).sentence.endswith(told)
+    wide = among([alternative("a", 1.5, Estimate(0.02, -0.02, 0.06), 300)])
+    assert wide.outcome(wide.models[0]) == "unclear: `--tolerance 0.06` would tell"
     assert dataclasses.replace(near, samples="seeds").sentence.endswith("2 points. More seeds would tell of b.")
     # It is not named as what is probably within, and neither is what is a little below.
     for value, is_named in ((0.02, False), (0.019, False), (0.0, True)):
