@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import open_clip
 import pytest
@@ -363,3 +364,19 @@ def test_gradients_are_those_of_blocks_that_return_all_tokens(config: RoutingCon
     assert len(observed) == len(expected)
     for a, b in zip(observed, expected):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("skipped", ["merge", "follow"])
+@pytest.mark.parametrize("thresholds", [(0.3, 0.5, 0.7, 0.5), (0.1, 0.3, 0.6, 0.3)])
+@torch.no_grad()
+def test_a_threshold_that_falls_again_chooses_among_the_rows_before(thresholds: Any, skipped: Any) -> None:
+    """It is that of an earlier block, whose rows are no longer there. Hooked blocks pass on all tokens."""
+    select = mmod.Threshold(thresholds)
+    for count in (1, 3):
+        config = mmod.RoutingConfig(router="redundancy", select=select, blocks=(1, 2, 3, 4), skipped=skipped)
+        model = mmod.route_(make_model("test_vit").double(), config)
+        images = make_images("test_vit", count).double()
+        passed_on = model(images)
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(model(images), passed_on, rtol=0, atol=1e-12)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import flops
-from mmod.methods import Exit, Merge, Method, Resize, methods_of, read_method, undo_
+from mmod.methods import Exit, Merge, Method, Prune, Resize, methods_of, read_method, undo_
 from tests.kit.method_zoo import REDUCING
 from tests.kit.own_vits import make_own
 from tests.kit.zoo import make_images, make_model
@@ -205,3 +205,31 @@ def test_merging_that_leaves_hardly_a_patch_is_told(
     left, patches = last.kept.index_BK.shape[1] - 1, last.keep_BN.shape[1] - 1
     assert bool(told) == (left * 20 < patches)
     assert all(f"r={r} leaves {left} of {patches} patches in the end. Set a smaller r" in line for line in told)
+
+
+@torch.no_grad()
+def test_an_exit_answers_with_weights_of_its_own() -> None:
+    dense, images, blocks = make_model("test_vit").double(), make_images("test_vit", 6).double(), (0, 2, 4)
+    model = Exit(0.5, blocks).apply_(copy.deepcopy(dense))
+    for index in blocks:
+        model.blocks[index].exit.head.weight.mul_(3)
+    ends = []
+    for image, answer in zip(images, model(images)):
+        x = dense.norm_pre(dense._pos_embed(dense.patch_embed(image[None])))
+        for index, block in enumerate(dense.blocks):
+            x = block(x)
+            logits = dense.forward_head(dense.norm(x))
+            if index in blocks:
+                head = model.blocks[index].exit
+                logits = head.head(head.fc_norm(head.norm(x)[:, 0]))
+                if logits.softmax(dim=-1).max() >= 0.5:
+                    break
+        ends.append(index)
+        torch.testing.assert_close(answer, logits[0], rtol=0, atol=1e-12)
+    assert len(set(ends)) > 1
+
+
+def test_merging_does_not_follow_pruning() -> None:
+    model = Prune(0.5, (1,)).apply_(make_model("test_vit"))
+    with pytest.raises(ValueError, match=r"call mmod\.undo_ first"):
+        Merge(2).apply_(model)

@@ -109,3 +109,19 @@ def test_the_mean_of_many_equal_rows_is_that_row_in_any_precision(dtype: torch.d
     x = torch.rand(2, 1, 8).to(dtype).expand(-1, 1000, -1)
     slot = torch.zeros(2, 1000, dtype=torch.long)
     torch.testing.assert_close(mean_rows(x, slot, torch.full((2, 1), 1000.0)), x[:, :1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("all_join", [True, False])
+def test_sizes_are_fp32_in_a_graph_under_any_default_dtype(dtype: torch.dtype, all_join: bool) -> None:
+    slots = torch.tensor([[0, 0, 1, 2], [0, 1, 1, 1]])
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda slots: size_groups(slots, 3, torch.float32, all_join=all_join), backend="aot_eager")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        sizes, bias = compiled(slots)
+    finally:
+        torch.set_default_dtype(before)
+    assert sizes.dtype == bias.dtype == torch.float32
+    assert sizes.tolist() == [[2, 1, 1], [1, 3, 0]]
