@@ -401,10 +401,16 @@ def _better_untuned(table: Table, score: str, candidates: Sequence[Candidate]) -
         # As the table shows both.
         if round(before, 2) > round(after, 2):
             lines = "; ".join(_untuned(one).splitlines())
-            told.append(
-                f"{one.label} scored higher before fine-tuning, {before:.2f} % against {after:.2f} %: untuned, it is "
-                f"your dense model with `{lines}`."
-            )
+            own = one.changes.get("model", {})
+            checkpoint = own.get("checkpoint")
+            # Of another checkpoint or architecture, lines on the dense model make another model.
+            is_of_dense = not one.from_scratch and not {"name", "args", "checkpoint"} & own.keys()
+            untuned = ""
+            if is_of_dense and lines:
+                untuned = f": untuned, it is your dense model with `{lines}`"
+            elif checkpoint and not one.methods and one.routing is None:
+                untuned = f": untuned, it is {checkpoint}"
+            told.append(f"{one.label} scored higher before fine-tuning, {before:.2f} % against {after:.2f} %{untuned}.")
     return told
 
 

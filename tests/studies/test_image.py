@@ -574,6 +574,27 @@ def test_a_model_that_fine_tuning_made_worse_is_named_with_the_lines_of_the_untu
     assert (f".\n\n{sentence}\n\n| for " in text) == ("scored higher" in text) == told
 
 
+@pytest.mark.parametrize(
+    ("changes", "more", "told"),
+    [
+        ({"model": {"checkpoint": "runs/small"}}, {}, ": untuned, it is runs/small."),
+        ({"model": {"checkpoint": "runs/small"}}, {"routing": {"preset": "gradual"}}, "."),
+        ({"model": {"args": {"depth": 3}}}, {"from_scratch": True}, "."),
+        ({"epochs": 3}, {}, "."),
+    ],
+)
+def test_a_model_that_is_not_made_of_the_dense_one_is_named_without_lines_of_it(
+    changes: dict[str, Any], more: dict[str, Any], told: str, study: ImageStudyConfig
+) -> None:
+    table = Table()
+    for name, right in (("dense", 752), ("small", 750)):
+        table.add(name, 0, measured(np.arange(800) < right, 95.0))
+    table.times = {("image", 16): {"dense": [3.0], "small": [2.0]}}
+    candidates = [Candidate("dense"), Candidate("small", changes=changes, **more)]
+    text = text_of(tell(image_study(dataclasses.replace(study, latency_batch=16, seeds=1)), table, candidates))
+    assert f"\n\nsmall scored higher before fine-tuning, 95.00 % against 93.75 %{told}\n\n" in text
+
+
 def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
     table = Table()
     for name, values in {"dense": [95.0, 95.2], "near": [94.9, 93.2]}.items():
