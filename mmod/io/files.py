@@ -460,11 +460,10 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
 
 
 @contextmanager
-def locked_where_possible(path: str | Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock as `locked` does; without one where it cannot be written."""
+def locked_where_possible(path: str | Path) -> Iterator[None]:
+    """Hold the lock of what saves time alone, and wait for it; without one where it cannot be written."""
     lock = lock_of(path)
-    place = next(folder for folder in lock.parents if folder.exists())
     # In a folder that several users share, the lock may be another's.
-    is_writable = os.access(place, os.W_OK) and (not lock.exists() or os.access(lock, os.W_OK))
-    with locked(path, wait=wait) if is_writable else nullcontext():
+    is_writable = os.access(lock.parent, os.W_OK) and (not lock.exists() or os.access(lock, os.W_OK))
+    with locked(path, wait=True) if is_writable else nullcontext():
         yield

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmod.io.files import check_folder, check_place, folder_name, locked_where_possible, near_paths
+from mmod.io.files import check_folder, check_place, folder_name, near_paths
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option
 from mmod.opening.runs import (
@@ -74,30 +74,29 @@ def main(arguments: Sequence[str]) -> None:
     if options.prompts is not None and not is_folder and ":" not in spec:
         # Of the hub; `open_model` would take it for a name of timm.
         spec = f"transformers:{spec}"
-    with locked_where_possible(folder, wait=False):
-        advice = advise(
-            model.to(choose_device(options.device)),
-            batches,
-            images=options.number,
-            batch_size=options.batch_size,
-            tolerance=options.tolerance,
-            faster=options.faster,
-            is_right=is_right,
-            at_size=at_size,
-            pixel_limits=pixel_limits,
-            folder=folder,
-            note=note,
-            title=f"Advice for {options.model}",
-            opening=opening_line(
-                spec,
-                checkpoint=options.checkpoint,
-                pretrained=None if options.pretrained else False,
-                image_size=options.image_size,
-                # Advice undoes the methods of a saved model.
-                dense=True if is_folder else None,
-            ),
-            run=_run_of(options),
-        )
+    advice = advise(
+        model.to(choose_device(options.device)),
+        batches,
+        images=options.number,
+        batch_size=options.batch_size,
+        tolerance=options.tolerance,
+        faster=options.faster,
+        is_right=is_right,
+        at_size=at_size,
+        pixel_limits=pixel_limits,
+        folder=folder,
+        note=note,
+        title=f"Advice for {options.model}",
+        opening=opening_line(
+            spec,
+            checkpoint=options.checkpoint,
+            pretrained=None if options.pretrained else False,
+            image_size=options.image_size,
+            # Advice undoes the methods of a saved model.
+            dense=True if is_folder else None,
+        ),
+        run=_run_of(options),
+    )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmod.config.parse import check_output, parse_config
-from mmod.io.files import locked_where_possible, read_text
+from mmod.io.files import read_text
 from mmod.planning.candidate import PlanOptions
 from mmod.studies.audit.config import AUDITS
 from mmod.studies.config import StudyConfig
@@ -56,8 +56,7 @@ def tradeoff(arguments: Sequence[str]) -> Iterator[Path]:
 
     said: set[str] = set()
     while config is not None:
-        with locked_where_possible(config.output, wait=False):
-            result = run_study(config, command=shlex.join(["mmod", "tradeoff", *arguments]))
+        result = run_study(config, command=shlex.join(["mmod", "tradeoff", *arguments]))
         result.show(said)
         yield result.folder
         config = config.following()
@@ -74,8 +73,7 @@ def isoflop(arguments: Sequence[str]) -> Iterator[Path]:
     if _DRY in arguments:
         print(describe(config))
         return
-    with locked_where_possible(config.output, wait=False):
-        result = run_isoflop(config, command=shlex.join(["mmod", "isoflop", *arguments]))
+    result = run_isoflop(config, command=shlex.join(["mmod", "isoflop", *arguments]))
     result.show(set())
     yield result.folder
 
@@ -94,9 +92,8 @@ def audit(arguments: Sequence[str]) -> list[Path]:
     config = parse_run(arguments, AUDITS, check_output)
     from mmod.studies.audit.run import audit_run
 
+    audit_run(config, command=shlex.join(["mmod", "audit", *arguments]))
     folder = Path(config.output) / "audit"
-    with locked_where_possible(folder, wait=False):
-        audit_run(config, command=shlex.join(["mmod", "audit", *arguments]))
     print(f"{read_text(folder / 'audit.md')}\nTables and pictures: {folder}")
     return [Path(config.output)]
 

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from mmod.io.files import LockedError, locked
 from mmod.studies import commands
 from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.report import StudyResult
 from tests.kit.image_study import DENSE
-
-
-@pytest.mark.parametrize(("command", "inside"), [("tradeoff", ""), ("isoflop", ""), ("audit", "audit")])
-def test_a_folder_that_another_process_writes_to_is_refused_at_once(
-    command: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = SimpleNamespace(output=str(tmp_path / "study"))
-    for name in ("parse_config", "parse_run"):
-        monkeypatch.setattr(commands, name, lambda *_, **__: config)
-    with locked(tmp_path / "study" / inside, wait=False), pytest.raises(LockedError, match="another process is writ"):
-        list(getattr(commands, command)(["config"]))
 
 
 def test_a_study_does_not_repeat_what_the_one_before_it_said(
