@@ -47,8 +47,10 @@ def save_pretrained(
     of the weights. An interrupted call leaves no file half-written.
 
     Args:
-        model: A model that `timm.create_model` or open_clip made and that `mmod.route_` or `mmod.apply_` changed;
-            neither wrapped nor compiled.
+        model: A model that `mmod.route_` or `mmod.apply_` changed, neither wrapped nor compiled: one that
+            `timm.create_model` or open_clip made, or a module of your own, which you build again for
+            `load_pretrained(folder, model=dense)`. Models of transformers are refused: they save themselves, by
+            `model.save_pretrained(folder)`.
         folder: Where to save; created if missing.
         overwrite: Replace the two files if they exist.
         architecture: For open_clip, whose models do not know it: the name they were created by, or their config.

@@ -85,11 +85,12 @@ def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, object]:
     """This library's training-free routing of ViTs: similar tokens merge between attention and MLP, in five steps, and
     all get the update of their group.
 
-    `mean` is the mean capacity of the routed blocks and `start` the first of them, see `mmod.planning.falling`. A
-    number as `capacity` scales this plan to that mean, also below 0.4, which five equal steps cannot reach. Similarity
-    is measured on 64 sums of channels. Merging between attention and MLP, and attention that counts merged tokens, come
-    from ToMe, Bolya et al., arXiv 2210.09461, which merges in every block, compares keys, and never splits merged
-    tokens.
+    `mean` is the mean capacity of the five steps, and that of the routed blocks if all steps have the same length;
+    otherwise early steps have more blocks, and it is a little higher. `start` is the first routed block, see
+    `mmod.planning.falling`. A number as `capacity` scales this plan to that mean over the blocks, also below 0.4, which
+    five equal steps cannot reach. Similarity is measured on 64 sums of channels. Merging between attention and MLP, and
+    attention that counts merged tokens, come from ToMe, Bolya et al., arXiv 2210.09461, which merges in every block,
+    compares keys, and never splits merged tokens.
     """
     steps = min(5, depth - start)
     least = (steps - 1) / (2 * max(1, steps))
