@@ -1135,8 +1135,8 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
     # What has finished is not trained again, and what is loaded is not trained.
     for number, run in enumerate(runs, 1):
         Path(run.training.output).mkdir(parents=True)
-        for file in ("config.yaml", "result.json"):
-            Path(run.training.output, file).write_text("{}")
+        Path(run.training.output, "config.yaml").write_text("model: {name: a}")
+        Path(run.training.output, "result.json").write_text("{}")
         assert training_ahead(runs).startswith(f", {len(runs) - number} run" if number < len(runs) else "")
     assert training_ahead(runs) == ""
     assert training_ahead([dataclasses.replace(run, is_trained=False) for run in trials]) == ""
