@@ -73,11 +73,11 @@ def near_front(
         return leads[one] > leads[other] and difference is not None and difference.is_clear
 
     near = unbeaten(ms, is_better, tolerance=1.0)
-    requested = looks(near) or looks(front_in(table, figure, slow, decimals))
+    requested = looks(near) or looks(front_in(table, figure, decimals=decimals))
     while requested:
         yield requested
         # More samples may have taken from the front what had beaten others on few.
-        requested = looks(front_in(table, figure, slow, decimals))
+        requested = looks(front_in(table, figure, decimals=decimals))
 
 
 def milliseconds(table: Table, of: str) -> dict[str, float]:
