@@ -37,7 +37,7 @@ from mmod.config.parse import shown_default
 from mmod.config.registry import Registry
 from mmod.io.options import field_meanings
 from mmod.plain import dataclass_in
-from mmod.values import describe, hints_of, limits_of
+from mmod.values import FINITE, describe, hints_of, limits_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -490,7 +490,7 @@ def common_table(kind: Any, keys: Sequence[str]) -> str:
 
 def _rows(kind: Any, prefix: str) -> Iterator[_Row]:
     meanings = field_meanings(kind)
-    limits = typing.get_type_hints(kind, include_extras=True)
+    limits = limits_of(kind)
     parameters = inspect.signature(kind).parameters
     for item in dataclasses.fields(kind):
         hint = typing.get_type_hints(kind)[item.name]
@@ -498,8 +498,7 @@ def _rows(kind: Any, prefix: str) -> Iterator[_Row]:
         accepts = str(parameters[item.name].annotation).split(" | ")
         if dataclasses.is_dataclass(hint) and "str" not in accepts and "None" not in accepts:
             continue
-        limit = _limit(limits[item.name])
-        values = describe(hint, limit) if limit else describe(hint)
+        values = describe(hint, limits.get(item.name, FINITE))
         group = dataclass_in(hint)
         if dataclasses.is_dataclass(hint):
             values = f"a text or the group `{item.name}`" if "str" in accepts else f"the group `{item.name}` or null"
@@ -516,12 +515,6 @@ def _group_name(group: type) -> str:
     """Return the text that stands for a group with its defaults, where there is one."""
     name = getattr(group, "name", None)
     return f"{name!r} or " if isinstance(name, str) else ""
-
-
-def _limit(hint: Any) -> Any:
-    """Return the limit in `Annotated[TYPE, LIMIT]`; None for a type alone."""
-    metadata = getattr(hint, "__metadata__", ())
-    return metadata[0] if metadata else None
 
 
 def rewritten() -> Iterator[tuple[Path, str]]:

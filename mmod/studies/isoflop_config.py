@@ -23,7 +23,7 @@ class IsoflopConfig(Checked):
             and `epoch_steps`. A run has its `epochs`, or up to twice as many where its steps then come nearer to the
             budget; warm-up takes some of them.
         sizes: Name of each size to the fields of `model.config` that differ.
-        budgets: FLOPs of a training run, forward and backward passes, see `mmod.studies.isoflop.training_flops`.
+        budgets: FLOPs of a training run: forward and backward passes, with the logits of all tokens.
         routings: Name of a series to its routing, as in a training config; or to `methods:`, and `routing:` where the
             model is routed as well; null is the dense model. The first series is what others are compared with.
         rates: Learning rates that are tried for every size, budget and routing; one needs no trial.
