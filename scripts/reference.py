@@ -4,6 +4,7 @@ In a page of the docs, a line stands before what is written here, up to `<!-- en
 `mmod.NAME`.
 
 - `<!-- api NAME ... -->`: the entries of these names. `NAME[one,two]` shows these members of a class, `NAME[]` none.
+  Behind them stands a list of the classes of mmod that they take or return, and that have no entry of their own.
 - `<!-- names -->`: a list of all public names with entries, by page.
 - `<!-- scores -->` and `<!-- presets -->`: those that configs can name, the options of scores, and the rest of their
   docstrings.
@@ -19,11 +20,13 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from enum import EnumType
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, TypeVar
@@ -83,8 +86,13 @@ def anchor(heading: str) -> str:
 
 def written(path: Path) -> str:
     """Return the text of a page with all its places written anew."""
-    text = path.read_text()
     options = Options()
+    # The groups are known at the end.
+    return _filled(path, options).replace(_GROUPS, options.links())
+
+
+def _filled(path: Path, options: Options) -> str:
+    text = path.read_text()
 
     def fill(place: re.Match[str]) -> str:
         names = (place[2] or "").split()
@@ -93,9 +101,7 @@ def written(path: Path) -> str:
         body = _body(path, place[1], names, section.partition("\n")[0], options)
         return f"<!-- {place[1]}{place[2] or ''} -->\n\n{body}\n\n<!-- end -->"
 
-    filled = PLACE.sub(fill, text)
-    # The groups are known at the end.
-    return filled.replace(_GROUPS, options.links())
+    return PLACE.sub(fill, text)
 
 
 _GROUPS = "(groups)"
@@ -115,7 +121,7 @@ def _body(path: Path, kind: str, names: Sequence[str], section: str, options: Op
             return _linked(path, common_table(lookup(names[0]), names[1:]))
         case "options":
             return _linked(path, "\n\n".join(options.of(section, lookup(names[0]))))
-    return _linked(path, "\n\n".join(map(entry, names)))
+    return _linked(path, "\n\n".join([*map(entry, names), *other_classes(names)]))
 
 
 def _linked(path: Path, text: str) -> str:
@@ -210,7 +216,10 @@ def entry(name: str) -> str:
     """Return the heading, signature and docstring of a function or class, and its members."""
     name, is_chosen, chosen = name.partition("[")
     value = lookup(name)
-    parts = [f"### {name.replace(':', '.')}", signature(name.replace(":", ".").rpartition(".")[2], value)]
+    parts = [f"### {name.replace(':', '.')}"]
+    # Members of an enum are not made.
+    if not isinstance(value, EnumType):
+        parts.append(signature(name.replace(":", ".").rpartition(".")[2], value))
     is_config = dataclasses.is_dataclass(value)
     text = inspect.getdoc(value) or ""
     parts.append(docstring(_with_inherited(value, text) if is_config else text, _ranges(value) if is_config else {}))
@@ -222,6 +231,81 @@ def entry(name: str) -> str:
             raise ValueError(f"{name} has no documented members {', '.join(sorted(unknown))}")
         parts += [text for member, text in members if member in names or not is_chosen]
     return "\n\n".join(part for part in parts if part)
+
+
+def other_classes(names: Sequence[str]) -> list[str]:
+    """Return a table of the classes without an entry that these names take or return; nothing where there is none."""
+    listed = [lookup(name) for name in entries()]
+    found = {cls for name in names for cls in _classes_of(name) if cls not in listed}
+    rows = sorted(f"| {_shown_name(cls)} | {first_sentence(cls)} |" for cls in found)
+    return (
+        ["\n".join(["| other classes that they take or return | what they are |", "|---|---|", *rows])] if rows else []
+    )
+
+
+def _shown_name(cls: type) -> str:
+    """Return the name by which a class is imported, with a link to its keys where it is a group of options."""
+    packages = list(itertools.accumulate(cls.__module__.split("."), "{}.{}".format))
+    public = [package for package in packages if getattr(importlib.import_module(package), cls.__name__, None) is cls]
+    name = f"`{public[0]}.{cls.__name__}`"
+    heading = option_groups().get(cls)
+    return f"[{name}](../options.md#{anchor(heading)})" if heading else name
+
+
+@functools.cache
+def option_groups() -> Mapping[type, str]:
+    """Return the heading of every group on the page of options."""
+    options = Options()
+    _filled(DOCS / "options.md", options)
+    return options.described
+
+
+def _classes_of(name: str) -> Iterator[type]:
+    """Yield mmod's classes in the signatures that the entry of a name shows."""
+    name, is_chosen, chosen = name.partition("[")
+    value = lookup(name)
+    shown = [value]
+    if inspect.isclass(value):
+        members = [member for member, _ in _members(value)]
+        shown += [
+            _function(value, member) for member in members if member in chosen.rstrip("]").split(",") or not is_chosen
+        ]
+    for item in shown:
+        found = inspect.signature(item)
+        hints = [parameter.annotation for parameter in found.parameters.values()]
+        if not inspect.isclass(item):
+            hints.append(found.return_annotation)
+        for hint in hints:
+            yield from _classes_in(_annotation(hint, item), item)
+
+
+def _function(cls: type, member: str) -> Any:
+    """Return the function of a method or property."""
+    item = inspect.getattr_static(cls, member)
+    for name in ("fget", "func", "__func__"):
+        item = getattr(item, name, item)
+    return item
+
+
+def _classes_in(annotation: str, value: Any) -> Iterator[type]:
+    """Yield the classes of mmod in an annotation of a function or class."""
+    owners = [cls for cls in value.__mro__ if cls.__module__.startswith("mmod")] if inspect.isclass(value) else [value]
+    for name in re.findall(r"\b[A-Z]\w+", annotation):
+        for owner in owners:
+            cls = _named_in(inspect.unwrap(owner).__module__, name)
+            if inspect.isclass(cls) and cls.__module__.startswith("mmod"):
+                yield cls
+                break
+
+
+@functools.cache
+def _named_in(module: str, name: str) -> Any:
+    """Return what a name stands for in a module, also one that it imports for type checkers alone; None for nothing."""
+    known = vars(sys.modules[module])
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
+            return getattr(importlib.import_module(node.module), name)
+    return known.get(name)
 
 
 def _with_inherited(kind: Any, text: str) -> str:
@@ -424,7 +508,7 @@ class Options:
 
     def __init__(self) -> None:
         self.groups: dict[str, list[tuple[str, str]]] = {}
-        self._described: dict[Any, str] = {}
+        self.described: dict[Any, str] = {}
         self._sections: dict[_Row, str] = {}
 
     def links(self) -> str:
@@ -441,12 +525,12 @@ class Options:
         groups = self.groups.setdefault(section, [])
         if key:
             heading = f"{section}: {key}"
-            same = self._described.get(kind)
+            same = self.described.get(kind)
             groups.append((key, same or heading))
             if same:
                 # Its own groups have been described as well.
                 return
-            self._described[kind] = heading
+            self.described[kind] = heading
             yield f"### {section}: `{key}`\n\n{first_sentence(kind)}"
         yield from self._table(section, list(_rows(kind, prefix)))
         for name, hint in typing.get_type_hints(kind).items():

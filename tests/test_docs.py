@@ -348,6 +348,20 @@ def test_what_a_reader_of_the_reference_is_sent_to_is_described(path: Path) -> N
     assert not set(sent) - known, "say it in the docstring, or give the name an entry on a page"
 
 
+def test_classes_in_the_signatures_of_the_reference_are_described() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "mmod").rglob("*.py")]
+    classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    entries = {re.split("[.:]", name)[-1] for name in reference.entries()}
+    for path in sorted((ROOT / "docs/api").glob("*.md")):
+        text = path.read_text()
+        signatures = [body for language, body in FENCE.findall(text) if language == "python3"]
+        named = set(
+            re.findall(r"\b[A-Z]\w+\b", "\n".join([*signatures, *re.findall(r"^\*\*`.*`\*\*", text, re.MULTILINE)]))
+        )
+        rows = set(re.findall(r"^\| \[?`mmod\.[\w.]*?(\w+)`", text, re.MULTILINE))
+        assert not named & classes - entries - rows, path.name
+
+
 def test_every_option_of_a_score_has_a_row() -> None:
     section = PAGES["docs/api/config.md"].partition("\n## Scores\n")[2]
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .+ \| `.+` \| .+ \|$", section, re.MULTILINE)

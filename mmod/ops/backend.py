@@ -200,9 +200,10 @@ def use(backend: Backend | str, *ops: str) -> AbstractContextManager[None]:
         ValueError: Unknown backend or op, a backend that is not available, or an op without a version for it.
 
     Example:
-        >>> x = torch.zeros(1, 4, 2, device="meta")
+        >>> import mmod
         >>> with use("torch", "gather_rows"):
-        ...     choose("gather_rows", x)
+        ...     mmod.ops.gather_rows(torch.ones(1, 4, 2), torch.tensor([[0, 3]])).shape
+        torch.Size([1, 2, 2])
     """
 
     if not isinstance(backend, Backend):

@@ -202,7 +202,7 @@ def select_topk(
         prefix: Number of tokens that are always kept.
         valid_BN: False where a token is padding (B, N), or None.
         protect_BN: True where a token is always kept (B, N), or None for the leading ones.
-        gate: How a score weighs its token's update, see `apply_gate`; the gate carries a gradient to the score.
+        gate: How a score weighs its token's update, a name of `mmod.Gate`; the gate carries a gradient to the score.
         scale: Factor of the gate.
         ordered: Return the order of all tokens too, where they are sorted.
 

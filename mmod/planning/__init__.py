@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mmod.config import preset
     from mmod.planning.advice import Advice
     from mmod.planning.arank import LayerRanks, attention_ranks
-    from mmod.planning.candidate import Candidate
+    from mmod.planning.candidate import Candidate, PlanOptions
     from mmod.planning.plan_search import Option, PlanSearch
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "mmod.config": ["preset"],
         "mmod.planning.advice": ["Advice"],
         "mmod.planning.arank": ["LayerRanks", "attention_ranks"],
-        "mmod.planning.candidate": ["Candidate"],
+        "mmod.planning.candidate": ["Candidate", "PlanOptions"],
         "mmod.planning.plan_search": ["Option", "PlanSearch"],
         "mmod.planning.schedules": ["drop_once", "falling", "ratio_decay", "stage_drop"],
         "mmod.planning.search": ["plan_divergence", "search_plan"],
