@@ -77,11 +77,14 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     for path in filter(None, (options.reference, *options.baselines)):
         check_at_rest(path)
     kind = kind_of(config.plain())
-    # Before anything is read: random weights have learned nothing.
-    model = load(kind) if config.model.has_weights else None
-    if model is None or not is_routed(model):
+    # Before anything is read.
+    if not config.model.has_weights:
+        raise ValueError("random weights have learned nothing to audit: name a run folder, or set model.checkpoint")
+    model = load(kind)
+    if not is_routed(model):
         raise ValueError(
-            "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
+            f"the model of {config.model.checkpoint or config.model.name!r} is dense, or has no routers to audit: name "
+            "the run of a routed one, and this as --audit.reference; `mmod evaluate` has its score and cost"
         )
     conditions = options.conditions
     if conditions is None:
