@@ -25,11 +25,11 @@ from mmod.io.store import Store
 from mmod.io.sums import write_sums
 from mmod.opening.runs import FINAL_MODEL
 from mmod.opening.transformers import hidden_bars
+from mmod.random_state import kept_random_state
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, answer_loss, ask, check_enough, score
 from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.preflight import check_start, steps_of
-from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_with_processor, warn_of_halves
 from mmod.training.chat.trainer import RoutedTrainer, train_to_end, training_arguments
 from mmod.training.engine.distributed import check_launch, faults_of_all, wait_for_all
@@ -82,9 +82,13 @@ def _train(
     config = kind.config
     folder = Path(config.output)
     check_files(config.data)
+    # What the model cannot be is refused before conversations and weights are read, which takes long; and before the
+    # trainer's arguments, with which DeepSpeed would split this model too.
+    with kept_random_state():
+        _, processor = create_with_processor(config, on_meta=True)
     arguments = training_arguments(config)
     progress = progress and arguments.process_index == 0
-    data = _open_data(kind.config, arguments, progress)
+    data = _open_data(config, processor, arguments, progress)
     model, processor = create_with_processor(config)
     warn_of_halves(model, config)
     measure = None
@@ -108,10 +112,10 @@ def _train(
     return _write_result(trainer, folder, data, evaluation)
 
 
-def _open_data(config: TrainConfig, arguments: TrainingArguments, progress: bool) -> _Data:
+def _open_data(config: TrainConfig, processor: Any, arguments: TrainingArguments, progress: bool) -> _Data:
     """Open the conversations, and check what the run would do with them; set the steps between two logs."""
     data = config.data
-    collator = ChatCollator(create_processor(config), data.max_length, data.packed, data.protected)
+    collator = ChatCollator(processor, data.max_length, data.packed, data.protected)
     train = open_checked(data.train, data, collator, progress)
     # Questions and losses of the evaluation are of whole conversations, one a row.
     whole = dataclasses.replace(collator, max_length=None, packed=False, protected=None)
@@ -120,7 +124,7 @@ def _open_data(config: TrainConfig, arguments: TrainingArguments, progress: bool
         asks_in_training = arguments.eval_strategy != IntervalStrategy.NO
         val = open_checked(data.val, data, whole, progress, prompts=not asks_in_training)
         check_enough(val, arguments.world_size)
-    check_start(config, arguments, collator.processor.tokenizer, train, val)
+    check_start(config, arguments, processor.tokenizer, train, val)
     if arguments.logging_steps >= 1:
         # A loss for each epoch, and for a run of fewer steps.
         arguments.logging_steps = min(arguments.logging_steps, *steps_of(arguments, len(train)))

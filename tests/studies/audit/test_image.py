@@ -249,5 +249,5 @@ def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"audit\.generation is for runs of kind 'text'.* kind 'image': leave it out"):
         commands.audit([str(run), "--output", str(tmp_path), "--audit.generation", "32"])
-    with pytest.raises(ValueError, match="random weights .* name a run folder"):
+    with pytest.raises(ValueError, match=r"random weights .* name a run folder"):
         audit_run(config)

@@ -28,6 +28,7 @@ from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.sums import write_sums
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training import fit
+from mmod.training.chat import loop
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.evaluate import EvalResult, answer_loss, ask, mean_over_kinds, score
 from mmod.training.chat.processor import create_processor
@@ -345,7 +346,6 @@ def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
     [
         ({"trainer": {"learning_rat": 1}}, "unknown argument of the trainer learning_rat; near ones: learning_rate"),
         ({"trainer": {"warmup_steps": 4}}, r"warmup_steps=4 is as long as the run, steps=4: .* to 0, or at most 3"),
-        ({"lora": {"rank": 2}}, "unknown option of LoRA rank"),
         ({"routing": {"text": {}}}, "unknown part in routing text; valid ones are language, image"),
         ({"routing": {"language": {"capacity": 0.01}}}, "keeps none of 16 image tokens"),
         ({"max_new_tokens": 1}, r"of 72 answers in data\.val have more tokens than max_new_tokens=1 .* set it to 3"),
@@ -354,6 +354,27 @@ def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
 def test_wrong_configs_are_named(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(vlm_config(folder, "wrong", **changes), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": {"r": 4}}, "lora with target_modules=None matches no module .* set lora.target_modules"),
+        ({"lora": {"rank": 2}}, "unknown option of LoRA rank"),
+        ({"lora": {"target_modules": ["q_proj"], "bias": "some"}}, "is refused by peft"),
+        ({"routing": {"language": {"capacity": 0.5, "blocks": [99]}}}, "99"),
+        ({"data": ConversationsConfig(root=str(SETS / "questions"), protected="question")}, "would change nothing"),
+    ],
+)
+def test_what_the_model_cannot_be_is_refused_before_conversations_are_read(
+    folder: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*arguments: object) -> None:
+        pytest.fail("conversations were read")
+
+    monkeypatch.setattr(loop, "open_checked", read)
+    with pytest.raises(ValueError, match=message):
+        fit(vlm_config(folder, "refused", **changes), progress=False)
 
 
 def test_answers_are_written_with_what_was_expected(folder: Path) -> None:
