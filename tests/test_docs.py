@@ -437,7 +437,7 @@ def messages() -> list[str]:
 
 
 def test_messages_of_troubleshooting_exist() -> None:
-    quoted = re.findall(r"^\| `([^`]+)` \|", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+    quoted = re.findall(r"^### `([^`]+)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
     assert len(quoted) >= 20
     texts = "\n".join(messages())
     for message in quoted:
