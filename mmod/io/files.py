@@ -274,8 +274,6 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
             remedy = f"make {str(target.parent)!r} a folder that can be written"
         else:
             raise
-        if kept is None and os.path.exists(target):
-            kept = target
         remains = "nothing was written"
         if kept is not None:
             remains = f"{str(kept)!r} is kept as it was"
@@ -297,6 +295,8 @@ def replacing(
     target = Path(target)
     if target.is_dir() and any(target.iterdir()):
         raise FileExistsError(f"{str(target)!r} is not empty; choose another folder")
+    if kept is None and target.exists():
+        kept = target
     suffix = f"-{os.getpid()}" if shared else ""
     partial = target.with_name(f".{target.name}.partial{suffix}")
     _remove(partial)

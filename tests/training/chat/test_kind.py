@@ -271,6 +271,11 @@ def test_a_full_disk_ends_a_run_with_its_last_whole_checkpoint(folder: Path, mon
         with pytest.raises(UnwrittenError, match=message):
             fit(config, progress=False)
     monkeypatch.undo()
+    # Of the first checkpoint nothing stays.
+    first = replace(config, output=str(folder / "first"))
+    with small_disk(5000), pytest.raises(UnwrittenError, match=r"checkpoint-2' could not be written.*nothing was writ"):
+        fit(first, progress=False)
+    assert not any((folder / "first" / "checkpoints").iterdir())
     checkpoints = folder / "full" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-2"]
     with small_disk(5000), pytest.raises(UnwrittenError, match=r"checkpoint-4' could not be written"):
