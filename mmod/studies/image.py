@@ -47,7 +47,7 @@ from mmod.planning.verdict import say_guessing, verdict_of
 from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
-from mmod.studies.runs import Run
+from mmod.studies.runs import Run, run_config_of
 from mmod.training.engine.kind import cost, device_of
 from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
@@ -221,7 +221,7 @@ def tell_of(
         decided = verdict_of(found)
         code = code_of(study, [runs[name].candidate for name in decided.named])
         printed = code_of(study, [runs[name].candidate for name in _printed(found)])[:1]
-        harmed = _better_untuned(table, score, [runs[name].candidate for name in _named(found)])
+        harmed = _better_untuned(study, table, score, [runs[name].candidate for name in _named(found)])
         verdict = decided._replace(sentences=[*decided.sentences, *harmed]).parts
         told = told._replace(verdict=verdict, recommended=decided.named, code=code, printed=printed)
     if found and rows:
@@ -277,18 +277,22 @@ def code_of(study: Study, candidates: Sequence[Candidate]) -> list[str]:
     difference = ""
     if any(one.image_size is not None for one in candidates):
         difference = _KEYS_OF_SIZE
-    return shown_code(by_label, _opening(study), difference)
+    return shown_code(by_label, _opening(study, Candidate(DENSE)), difference)
 
 
-def _opening(study: Study) -> str:
-    """Return the line of Python that opens the dense model which candidates are made from."""
+def _opening(study: Study, candidate: Candidate) -> str:
+    """Return the line of Python that opens the model which a candidate's methods are applied to."""
     dense = study.comparison.dense_run(seed=0)
+    start = study.dense
     if dense is not None and dense.is_trained:
-        return opening_line(dense.training.output)
-    model = study.dense.model
+        if "model" not in candidate.changes:
+            return opening_line(dense.training.output)
+        start = start.started_from(dense.training.output)
+    model = run_config_of(Candidate(candidate.name, changes=candidate.changes), start).model
     named = model.checkpoint
+    is_same = (model.name, model.args) == (start.model.name, start.model.args)
     # Folders that say which model they hold.
-    if named is not None and (find_run(named) is not None or is_described(named)):
+    if named is not None and is_same and (find_run(named) is not None or is_described(named)):
         # Methods of a saved model were undone.
         return opening_line(named, dense=True)
     return opening_line(model.name, checkpoint=named, args=model.args)
@@ -297,17 +301,19 @@ def _opening(study: Study) -> str:
 def _python(study: Study, candidate: Candidate) -> str:
     if study.comparison.is_trained(candidate):
         # Its weights are no longer the dense ones, so that no line on these makes it.
-        return f"model = mmod.open_model({str(study.comparison.folder_of(candidate.name, seed=0))!r}).model"
-    return _untuned(candidate)
+        return opening_line(str(study.comparison.folder_of(candidate.name, seed=0)))
+    return _untuned(study, candidate)
 
 
-def _untuned(candidate: Candidate) -> str:
-    """Return the lines of Python that make a candidate of its dense model."""
+def _untuned(study: Study, candidate: Candidate) -> str:
+    """Return the lines of Python that make a candidate without training: of the dense model, or of what they open."""
     methods = candidate.methods
     if candidate.image_size is not None:
         methods = ({"kind": "resize", "size": candidate.image_size}, *methods)
     resized = dataclasses.replace(candidate, image_size=None, methods=methods)
-    return resized.code(TrainConfig.part, is_only=True)
+    opening = _opening(study, candidate)
+    own = "" if opening == _opening(study, Candidate(DENSE)) else opening
+    return f"{own}\n{resized.code(TrainConfig.part, is_only=True)}".strip()
 
 
 def _keys(study: Study, candidate: Candidate) -> str:
@@ -391,7 +397,7 @@ def _named(found: Sequence[Recommendation]) -> list[str]:
     return list(dict.fromkeys(one.named.name for one in found if one.named is not None))
 
 
-def _better_untuned(table: Table, score: str, candidates: Sequence[Candidate]) -> list[str]:
+def _better_untuned(study: Study, table: Table, score: str, candidates: Sequence[Candidate]) -> list[str]:
     """Say of each model that scored higher before it was fine-tuned how the untuned one is made."""
     told = []
     for one in candidates:
@@ -400,16 +406,11 @@ def _better_untuned(table: Table, score: str, candidates: Sequence[Candidate]) -
         before, after = mean_of(table, BEFORE, one.name), mean_of(table, score, one.name)
         # As the table shows both.
         if round(before, 2) > round(after, 2):
-            lines = "; ".join(_untuned(one).splitlines())
-            own = one.changes.get("model", {})
-            checkpoint = own.get("checkpoint")
-            # Of another checkpoint or architecture, lines on the dense model make another model.
-            is_of_dense = not one.from_scratch and not {"name", "args", "checkpoint"} & own.keys()
+            lines = "; ".join(_untuned(study, one).splitlines())
             untuned = ""
-            if is_of_dense and lines:
-                untuned = f": untuned, it is your dense model with `{lines}`"
-            elif checkpoint and not one.methods and one.routing is None:
-                untuned = f": untuned, it is {checkpoint}"
+            if lines and not one.from_scratch:
+                of_dense = "" if lines.startswith("model =") else "your dense model with "
+                untuned = f": untuned, it is {of_dense}`{lines}`"
             told.append(f"{one.label} scored higher before fine-tuning, {before:.2f} % against {after:.2f} %{untuned}.")
     return told
 
