@@ -1,4 +1,4 @@
-"""Near and valid names, for messages about a name that is unknown."""
+"""Names in messages: near and valid ones of an unknown name, and the words around them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,46 @@ def near_names(name: object, known: Iterable[str], listing: str = "") -> str:
         >>> near_names("x", ["resnet18", "vit_tiny"], "timm.list_models()")
         'timm.list_models() lists the known ones'
     """
-    near = similar(name, known)
-    if near:
-        return f"near ones: {', '.join(near)}"
-    if not listing:
-        return ""
+    near = say_near(similar(name, known))
+    if near or not listing:
+        return near
     return f"{listing} lists the known ones"
+
+
+def say_near(near: Iterable[object]) -> str:
+    """Say which names, or paths, are near an unknown one; empty for none."""
+    listed = ", ".join(map(str, near))
+    if not listed:
+        return ""
+    return f"near ones: {listed}"
+
+
+def prefixed(lead: str, text: object) -> str:
+    """Return a text behind its lead; empty where there is nothing to say."""
+    if not text:
+        return ""
+    return f"{lead}{text}"
+
+
+def with_hint(name: str, hint: str) -> str:
+    """Return a name with a hint in brackets, where there is one."""
+    if not hint:
+        return name
+    return f"{name} ({hint})"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first three names, with an ellipsis for others."""
+    if len(names) > 3:
+        names = [*names[:3], "..."]
+    return ", ".join(names)
+
+
+def plural(noun: str, number: float) -> str:
+    """Return a noun in the plural, unless the number of what it names is 1."""
+    if number == 1:
+        return noun
+    return f"{noun}s"
 
 
 def valid_names(name: object, valid: Sequence[str], lead: str) -> str:

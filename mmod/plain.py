@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, TypeVar, Union
 
-from mmod.names import MANY, similar
+from mmod.names import MANY, say_near, similar, with_hint
 from mmod.values import FINITE, Limit, Mistakes, brief, check_named, check_value, hints_of, limits_of
 
 Config = TypeVar("Config")
@@ -120,15 +120,10 @@ def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
         if not near:
             paths = [*inside, *elsewhere]
             near = _ending_in(similar(key, map(_last, paths)), paths)
-        hint = ""
-        if near:
-            hint = f"near ones: {', '.join(near)}"
-        hints.append(hint)
+        hints.append(say_near(near))
     if len(keys) > 1:
-        told = []
-        for key, hint in zip(named, hints):
-            told.append(f"{key} ({hint})" if hint else key)
-        return f"unknown config keys {', '.join(told)}; {listed}"
+        told = ", ".join(map(with_hint, named, hints))
+        return f"unknown config keys {told}; {listed}"
     message = f"unknown config key {named[0]}"
     if hints[0]:
         message += f"; {hints[0]}"

@@ -15,6 +15,7 @@ from mmod.blocks import Deciding, deciding_modules
 from mmod.config import Grid
 from mmod.io.tables import markdown_table
 from mmod.methods.base import method_owners, refuse_evaluated
+from mmod.names import plural
 from mmod.routing import Routing
 from mmod.values import check_module
 
@@ -263,8 +264,7 @@ class Trace(Mapping[str, Routing]):
                 named += f" to {last}"
             tokens = masks[group.start].shape[1]
             rows.append([named, str(tokens), f"{shares[first]:.3f}"])
-        noun = "decisions" if len(rows) > 1 else "decision"
-        counted = f"{len(rows)} {noun}"
+        counted = f"{len(rows)} {plural('decision', len(rows))}"
         if len(rows) < len(names):
             counted += f" of {len(names)} blocks"
         title = f"{counted}, {mean:.3f} of the tokens kept on average"

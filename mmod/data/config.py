@@ -166,7 +166,8 @@ class DataConfig(StreamConfig, SourceConfig):
         side = self.source.partition(":")[2]
         if self.root is None or self.label_patch is None:
             raise ValueError(f"source {self.source!r} needs root, the folder, and label_patch, the side of a patch")
-        if not side.isdecimal() or not int(side) or int(side) % self.label_patch:
+        is_multiple = side.isdecimal() and int(side) > 0 and int(side) % self.label_patch == 0
+        if not is_multiple:
             raise ValueError(
                 f"source {self.source!r} must be maps:SIDE with a multiple of label_patch={self.label_patch}, such as "
                 f"maps:{24 * self.label_patch}"

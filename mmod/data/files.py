@@ -20,6 +20,7 @@ from mmod.data.readers.hf_datasets import PREFIX
 from mmod.data.readers.shards import expand_pattern
 from mmod.io.files import near_paths
 from mmod.io.remote import is_remote
+from mmod.names import plural
 
 Use = Literal["train", "val"]
 """What samples are read for: training or evaluation."""
@@ -151,8 +152,7 @@ def _looked_up(paths: Sequence[str], *, with_sizes: bool) -> str:
                     size = f" {os.path.getsize(file)}"
                 names.update(f"{name}{size}\n".encode(errors="surrogateescape"))
                 number += 1
-    noun = "file" if number == 1 else "files"
-    return f"{number:,} {noun}, {names.hexdigest()[:8]}"
+    return f"{number:,} {plural('file', number)}, {names.hexdigest()[:8]}"
 
 
 def _files_below(path: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmod.data.corrupt import UnusableError
 from mmod.io.files import BYTE_ORDER_MARK, near_paths, parse_json, read_text
-from mmod.names import near_names
+from mmod.names import near_names, with_hint
 from mmod.values import brief
 
 UNLABELLED = 255
@@ -56,7 +56,8 @@ class Classes:
     def __str__(self) -> str:
         if self.present is None:
             return "classes matched by name"
-        return f"{self.present} of {1 + max(self.numbers.values())} classes, matched by name"
+        classes = 1 + max(self.numbers.values())
+        return f"{self.present} of {classes} classes, matched by name"
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,7 @@ def beside_near(names: Iterable[str], known: Collection[str]) -> str:
         >>> beside_near(["circles", "dot"], {"circle", "square"})
         'circles (near ones: circle), dot'
     """
-    told = []
-    for name in names:
-        near = near_names(name, known)
-        told.append(f"{name} ({near})" if near else name)
-    return some_names(told)
+    return some_names([with_hint(name, near_names(name, known)) for name in names])
 
 
 def some_names(names: list[str], shown: int = 5) -> str:

@@ -108,9 +108,9 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     _check_media(record, messages, bool(expected))
     roles = [message.role for message in messages]
     if not _TURN_ORDER.fullmatch(" ".join(roles)):
+        got = ", ".join(roles)[:200] or "nothing"
         raise ValueError(
-            "messages must be a system message or none, then a question first and an answer after each, got "
-            f"{', '.join(roles)[:200] or 'nothing'}"
+            f"messages must be a system message or none, then a question first and an answer after each, got {got}"
         )
     counted = sum(message.text.count(IMAGE) for message in messages)
     if counted != expected:
@@ -134,7 +134,9 @@ def _turns(record: object) -> list[object]:
     if isinstance(record, Mapping):
         _, messages = _only(record, _TURNS)
     if not isinstance(messages, list):
-        present = ", ".join(map(str, record)) if isinstance(record, Mapping) else brief(record)
+        present = brief(record)
+        if isinstance(record, Mapping):
+            present = ", ".join(map(str, record))
         raise ValueError(f"no list of {' or '.join(_TURNS)}, but {present}")
     return messages
 

@@ -8,7 +8,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 
 from mmod.io.files import read_text
-from mmod.names import similar
+from mmod.names import first_names, prefixed, say_near, similar
 
 _PACKAGE = Path(__file__).parents[1]
 # What the configs of each folder are for, in the order in which they are listed.
@@ -101,13 +101,10 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
     """
     file = find_config(path)
     if not file.is_file():
-        hint = ""
         if file.is_dir():
             hint = f": it is a folder{_in_folder(file)}"
         else:
-            near = _near(file)
-            if near:
-                hint = f"; {near}"
+            hint = prefixed("; ", _near(file))
         raise FileNotFoundError(f"no {noun} at {str(file)!r}{hint}")
     if file.suffix == ".py":
         raise ValueError(
@@ -125,8 +122,7 @@ def _near(file: Path) -> str:
     is_shipped = file.parts[:1] == ("configs",)
     # The path of a YAML file elsewhere is no misspelt name.
     if is_shipped or file.suffix != ".yaml":
-        parts = file.parts[1:] if is_shipped else file.parts
-        name = Path(*parts).as_posix().removesuffix(".yaml")
+        name = file.as_posix().removeprefix("configs/").removesuffix(".yaml")
         known = config_names()
         # A bare name is compared with bare names: a folder in front would make all of them unlike.
         if "/" not in name:
@@ -134,9 +130,7 @@ def _near(file: Path) -> str:
         near = [*similar(name, known), *near]
         if not near:
             return "`mmod configs` lists the known ones"
-    if not near:
-        return ""
-    return f"near ones: {', '.join(near[:3])}"
+    return say_near(near[:3])
 
 
 def _in_folder(folder: Path) -> str:
@@ -145,8 +139,7 @@ def _in_folder(folder: Path) -> str:
     meant = sorted(map(str, folder.glob("*.yaml"))) or sorted(str(file.parent) for file in runs)
     if not meant:
         return " without a config or a run; `mmod configs` lists the configs that come with mmod"
-    others = ", ..." if len(meant) > 3 else ""
-    return f", of which {', '.join(meant[:3])}{others} may be meant"
+    return f", of which {first_names(meant)} may be meant"
 
 
 def main(arguments: Sequence[str]) -> None:

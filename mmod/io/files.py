@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
-from mmod.names import similar
+from mmod.names import prefixed, say_near, similar
 from mmod.plain import without_nan
 
 if TYPE_CHECKING:
@@ -173,8 +173,10 @@ def near_paths(path: str | Path, folders: bool = False) -> str:
         folders: Name folders alone.
     """
     missing = Path(path)
+    if missing.is_dir():
+        return "; it is a folder"
     if missing.exists():
-        return f"; it is a {'folder' if missing.is_dir() else 'file'}"
+        return "; it is a file"
     # Where a folder on the way is missing too, its name is the mistake.
     while not missing.parent.exists():
         missing = missing.parent
@@ -184,9 +186,13 @@ def near_paths(path: str | Path, folders: bool = False) -> str:
     # The folder may not be read.
     except OSError:
         return ""
-    near = [missing.parent / name for name in similar(missing.name, names)]
-    near = [other / inside if (other / inside).exists() else other for other in near]
-    return f"; near ones: {', '.join(map(str, near))}" if near else ""
+    near = []
+    for name in similar(missing.name, names):
+        other = missing.parent / name
+        if (other / inside).exists():
+            other /= inside
+        near.append(other)
+    return prefixed("; ", say_near(near))
 
 
 def check_folder(path: str | Path, name: str) -> None:

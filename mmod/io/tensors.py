@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import DamagedFileError
+from mmod.names import first_names, plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,10 +138,8 @@ def told_keys(missing: Iterable[str], unknown: Iterable[str]) -> str:
         'missing: 1 key (norm.weight)'
     """
     parts = {"missing": sorted(missing), "not in the model": sorted(unknown)}
-    return "; ".join(f"{lead}: {_some_keys(keys)}" for lead, keys in parts.items() if keys)
-
-
-def _some_keys(keys: Sequence[str]) -> str:
-    others = ", ..." if len(keys) > 3 else ""
-    noun = "key" if len(keys) == 1 else "keys"
-    return f"{len(keys)} {noun} ({', '.join(keys[:3])}{others})"
+    told = []
+    for lead, keys in parts.items():
+        if keys:
+            told.append(f"{lead}: {len(keys)} {plural('key', len(keys))} ({first_names(keys)})")
+    return "; ".join(told)

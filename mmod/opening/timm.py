@@ -20,7 +20,7 @@ from torch import nn
 
 from mmod.adapters import image_facts
 from mmod.io.files import near_paths
-from mmod.names import near_names
+from mmod.names import near_names, prefixed
 from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import LOCAL, run_classes
 from mmod.opening.weights import converted, load_weights, read_weights
@@ -102,8 +102,7 @@ def _near_argument(name: str, message: str) -> str:
     made = getattr(sys.modules[timm.model_entrypoint(name).__module__], owner, None)
     if not callable(made):
         return ""
-    near = near_names(argument, inspect.signature(made).parameters)
-    return f"; {near}" if near else ""
+    return prefixed("; ", near_names(argument, inspect.signature(made).parameters))
 
 
 def check_published(name: str, args: Mapping[str, object], advice: str) -> None:

@@ -187,9 +187,10 @@ def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], 
         if not samples:
             looked_in = config.images or Path(config.source).parent
             advice = f"the images are looked for in {str(looked_in)!r}: name the folder of their paths by `images`"
+        why = ": ".join(filter(None, (reason, told)))
         raise CorruptDataError(
             f"{len(dropped)} of {report['items']} items cannot be used: {counted}; the first, counted from 0, is "
-            f"{first}, {': '.join(filter(None, (reason, told)))}. {folder / DROPPED} lists them; {advice}"
+            f"{first}, {why}. {folder / DROPPED} lists them; {advice}"
         )
     # Hidden until here: an incomplete set must not look like a set.
     for path in folder.glob(".*.tar"):

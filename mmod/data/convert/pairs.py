@@ -214,17 +214,21 @@ def _read_coco(config: PairsConversion) -> Iterator[TableRow]:
         raise ValueError(f"{config.source!r} is no COCO annotation file: it needs lists `images` and `annotations`")
     names: dict[object, object] = {}
     for index, image in enumerate(images):
-        if not isinstance(image, dict) or not isinstance(image.get("id"), (int, str)) or "file_name" not in image:
+        if not _has_id(image, "id") or "file_name" not in image:
             raise ValueError(f"{config.source!r}: image {index} is not of the form {{id, file_name}}")
         # The same image may be listed twice; two files under one id are a mistake.
         if names.setdefault(image["id"], image["file_name"]) != image["file_name"]:
             raise ValueError(f"{config.source!r}: two images have the id {image['id']!r}")
     for index, annotation in enumerate(annotations):
-        if not isinstance(annotation, dict) or not isinstance(annotation.get("image_id"), (int, str)):
+        if not _has_id(annotation, "image_id"):
             yield TableRow(None, None, f"annotation {index} is not of the form {{image_id, caption}}")
         else:
             # An image that is not listed becomes None, and is refused as a row without an image.
             yield TableRow(names.get(annotation["image_id"]), annotation.get("caption"))
+
+
+def _has_id(entry: object, key: str) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get(key), (int, str))
 
 
 def _check_columns(config: PairsConversion, columns: list[str]) -> None:

@@ -126,11 +126,13 @@ class ChatCollator:
             return
         # The last tokens in common are shown too: a space alone says little.
         equal = next(place for place, token in enumerate(asked) if trained[place : place + 1] != [token])
-        ends = [[tokenizer.decode(token) for token in ids[max(equal - 2, 0) : len(asked)]] for ids in (asked, trained)]
+        shown = slice(max(equal - 2, 0), len(asked))
+        asked_end = [tokenizer.decode(token) for token in asked[shown]]
+        trained_end = [tokenizer.decode(token) for token in trained[shown]]
         raise ValueError(
-            f"the chat template asks by other tokens than it trains, as in {chat.key!r}: a prompt ends in {ends[0]}, "
-            f"where the whole conversation has {ends[1]}. Let what the template writes for add_generation_prompt end "
-            "where a token ends: mostly without the space at its end, which then begins the answer"
+            f"the chat template asks by other tokens than it trains, as in {chat.key!r}: a prompt ends in {asked_end}, "
+            f"where the whole conversation has {trained_end}. Let what the template writes for add_generation_prompt "
+            "end where a token ends: mostly without the space at its end, which then begins the answer"
         )
 
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
@@ -237,10 +239,11 @@ class ChatCollator:
                     f"max_length={self.max_length} cuts off an image in {key!r}: the batch has {length} tokens"
                 )
             shape = batch["input_ids"].shape
-            cut = {}
+            cut = dict(batch)
             for name, value in batch.items():
                 # By the whole shape: other inputs, such as patches, may have as many columns as a batch has tokens.
-                cut[name] = value[:, : self.max_length] if value.shape == shape else value
+                if value.shape == shape:
+                    cut[name] = value[:, : self.max_length]
             batch = cut
         empty = (batch["labels"] == IGNORED).all(1)
         if empty.any():

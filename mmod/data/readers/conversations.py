@@ -274,8 +274,15 @@ def _row(
     return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds") or []}
 
 
+def file_of_image(stored: str | list[Any]) -> str:
+    """Return the file of a picture; one in a shard is a list, in which the shard's name comes first."""
+    if isinstance(stored, str):
+        return stored
+    return str(stored[0])
+
+
 def _open_image(stored: str | list[Any], key: str) -> Image.Image | Fault:
-    name = stored if isinstance(stored, str) else str(stored[0])
+    name = file_of_image(stored)
     try:
         if isinstance(stored, str):
             return decode_image(read_image(stored), "RGB")

@@ -212,7 +212,8 @@ def _own_classes(
     """
     origin = f"the folders {some_names([*rank_names(images)], 20)} of {folder}"
     train = _find_folder(root, train_split)
-    if train in (None, folder) or (model is not None and images.keys() <= model.numbers.keys()):
+    is_known = model is not None and images.keys() <= model.numbers.keys()
+    if is_known or train in (None, folder):
         # The folder is the training set, or all its names are the model's: nothing has to be compared.
         return Classes(rank_names(images), len(images), origin=origin)
     names = _open_classes(str(train), None)[0].keys()

@@ -58,8 +58,10 @@ def open_dataset(source: str, needed: tuple[str, ...], **options: object) -> Any
         else:
             path, _, subset = name.partition("@")
             dataset = load_dataset(path, subset or None, split=argument, streaming=True, **options)
+        known = list(dataset.features or ())
         # Formats that state no columns show them in the first sample.
-        known = list(dataset.features or next(iter(dataset.take(1)), ()))
+        if not known:
+            known = list(next(iter(dataset.take(1)), ()))
     missing = [column for column in needed if column not in known]
     if missing:
         raise ValueError(f"source {source!r} has no column {missing[0]!r}; it has {', '.join(known) or 'no sample'}")

@@ -20,7 +20,13 @@ from PIL import ExifTags, Image
 
 from mmod.data.corrupt import Fault
 from mmod.data.readers.chat import ChatCollator, PlainTokens
-from mmod.data.readers.conversations import ChatDataset, ChatSample, ConversationsConfig, open_conversations
+from mmod.data.readers.conversations import (
+    ChatDataset,
+    ChatSample,
+    ConversationsConfig,
+    file_of_image,
+    open_conversations,
+)
 from mmod.data.readers.images import identify_image
 from mmod.data.records import IMAGE, Message
 from mmod.io.files import locked_where_possible
@@ -130,11 +136,9 @@ def _identity(chats: ChatDataset, collator: ChatCollator) -> dict[str, object]:
     tokenizer |= {"padding": None, "truncation": None}
     described = json.dumps(processor.to_dict(), sort_keys=True, default=repr)
     images = chain.from_iterable(chats.record(index)["images"] for index in range(len(chats)))
-    # A picture in a shard is a list: the shard's name comes first.
-    names = {image if isinstance(image, str) else image[0] for image in images}
     files = []
     # Sizes count, so files that were exchanged are read again.
-    for name in sorted(names):
+    for name in sorted(set(map(file_of_image, images))):
         with contextlib.suppress(OSError):
             stat = os.stat(name)
             files.append(f"{name} {stat.st_size} {stat.st_mtime_ns}")
@@ -162,7 +166,8 @@ def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[i
         else:
             sizes[index] = found
     # A processor is asked once for each size, of which a set has far fewer than images.
-    lengths = _ask(collator, sorted(set(chain.from_iterable(sizes.values()))), progress)
+    distinct = sorted(set(chain.from_iterable(sizes.values())))
+    lengths = _ask(collator, distinct, progress)
     left = [index for index in range(len(chats)) if index not in faults]
     with progress_bar(desc="check lengths", unit="records", total=len(left), shown=progress, leave=False) as bar:
         for start in range(0, len(left), _BATCH):

@@ -93,7 +93,8 @@ class ShardFiles:
         first = min(offset for offset, _ in spans)
         last = max(offset + size for offset, size in spans)
         url = self.urls[number]
-        if last - first > sum(size for _, size in spans) + _GAP:
+        read_apart = sum(size for _, size in spans)
+        if last - first > read_apart + _GAP:
             return [self._files.read(url, offset, size) for offset, size in spans]
         # One request for both members of a sample, which usually lie side by side.
         data = self._files.read(url, first, last - first)

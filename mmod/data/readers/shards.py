@@ -147,7 +147,8 @@ class ShardSource:
         tables = []
         for number, (rows, faults) in self._files.indices(target.extension, self._make_index, progress):
             report.add(faults)
-            tables.append(np.column_stack([np.full(len(rows), number), rows]))
+            shard_N = np.full(len(rows), number)
+            tables.append(np.column_stack([shard_N, rows]))
         # An array: worker processes share its memory, while reference counting would copy a list to each.
         self._rows = np.empty((0, 5), np.int64)
         if tables:

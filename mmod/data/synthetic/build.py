@@ -148,10 +148,9 @@ class SyntheticSet(Generic[Config, Scene]):
         wanted = {**asdict(config), "format": self.format}
         check_same(root, recorded, wanted, kind=f"a build of {self.title}")
         for name, shard in manifest["shards"].items():
-            if not (root / name).is_file() or sha256(root / name) != shard["sha256"]:
-                raise ValueError(
-                    f"{root / name} is missing or differs from its checksum; delete {root} to build it again"
-                )
+            path = root / name
+            if not path.is_file() or sha256(path) != shard["sha256"]:
+                raise ValueError(f"{path} is missing or differs from its checksum; delete {root} to build it again")
         return manifest
 
 
@@ -164,8 +163,11 @@ def save_montage(path: str | Path, dataset: SyntheticSet[Config, Scene], config:
     members = chain.from_iterable(dataset.encode("0", scene).items() for scene in dataset.compose(config, "test"))
     images = (content for name, content in members if name.endswith("png"))
     for index, image in zip(range(_ROWS * _COLUMNS), images):
-        top, left = gap + index // _COLUMNS * cell, gap + index % _COLUMNS * cell
-        grey = np.asarray(Image.open(io.BytesIO(image)).convert("L"))
+        row, column = divmod(index, _COLUMNS)
+        top = gap + row * cell
+        left = gap + column * cell
+        opened = Image.open(io.BytesIO(image))
+        grey = np.asarray(opened.convert("L"))
         large = grey.repeat(scale, axis=0).repeat(scale, axis=1)
         sheet[top : top + len(large), left : left + len(large)] = large
     # Refuses an existing file: a picture of the user's may have the name.

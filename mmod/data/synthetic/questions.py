@@ -143,7 +143,8 @@ def _single(
     if question_type == "text":
         first, second = (int(value) for value in rng.permutation(10)[:2])
         question = f"which is larger , {first} or {second} ?"
-        return SyntheticChat((), (Turn(question_type, question, str(max(first, second))),))
+        answer = str(max(first, second))
+        return SyntheticChat((), (Turn(question_type, question, answer),))
     if question_type == "two":
         scenes = tuple(_compose(config, painter, 2, rng) for _ in range(2))
         questions = []

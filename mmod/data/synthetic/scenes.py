@@ -124,7 +124,8 @@ def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng:
         inner = painter.place(canvas[top:bottom, left:right], digit, rng)
         chosen.append(source)
         # From the half to the canvas.
-        boxes.append((inner[0] + left, inner[1] + top, inner[2] + left, inner[3] + top))
+        inner_left, inner_top, inner_right, inner_bottom = inner
+        boxes.append((left + inner_left, top + inner_top, left + inner_right, top + inner_bottom))
     return Pair(canvas, content, tuple(chosen), tuple(boxes))
 
 

@@ -20,6 +20,7 @@ from mmod.data.stream import BatchStream
 from mmod.io.processes import gathered
 from mmod.io.progress import progress_bar
 from mmod.io.store import OptionalStore, Store, checksum
+from mmod.names import prefixed
 from mmod.routing import Routing
 from mmod.training.engine.task import Batch, to_device
 
@@ -140,8 +141,7 @@ def read_rows(
     everyone = [rows for rows in gathered(mine) if rows]
     if not everyone:
         # Streams of a caller may have no report.
-        report = getattr(stream, "report", None)
-        faults = f"; {report}" if report else ""
+        faults = prefixed("; ", getattr(stream, "report", None))
         raise ValueError(f"the evaluation stream holds no sample that can be read{faults}")
     return {name: torch.cat([rows[name] for rows in everyone]) for name in everyone[0]}
 
