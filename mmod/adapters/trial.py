@@ -24,6 +24,7 @@ from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
 from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class, parameters_of
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.span import BlockState
+from mmod.io.tensors import raw_bytes
 from mmod.random_state import drawn_from
 from mmod.routing import Kept, Routing
 
@@ -96,7 +97,8 @@ def _comparable(value: object) -> object:
     if isinstance(value, _PLAIN):
         return value
     attributes = getattr(value, "__dict__", {"": value})
-    if type(value).__new__ is object.__new__ and all(isinstance(item, _PLAIN) for item in attributes.values()):
+    is_plain = all(isinstance(item, _PLAIN) for item in attributes.values())
+    if is_plain and type(value).__new__ is object.__new__:
         return type(value), tuple(attributes.items())
     return id(value)
 
@@ -117,7 +119,7 @@ def settings_of(block: nn.Module) -> tuple[object, ...]:
         raw = None
         # Values on the meta device are unknown.
         if not buffer.is_meta:
-            raw = buffer.cpu().flatten().view(torch.uint8).numpy().tobytes()
+            raw = bytes(raw_bytes(buffer))
         settings += [name, tuple(buffer.shape), raw]
     return tuple(settings)
 
@@ -141,9 +143,11 @@ def _prove_block(inputs: BlockInputs, block: nn.Module) -> Proof:
         in_tuple=isinstance(output, tuple),
     )
     proof = _first_that_passes(_candidates(base, signature, inputs), trial, inputs, seen)
+    x_BND = inputs.x_BND
     # Arguments with a row for each token fit all tokens only.
-    tokens = None if proof.rows else inputs.seen.prefix + PATCHES
-    x, arguments = _as_host(proof, inputs.x_BND[:, :tokens], inputs.arguments)
+    if not proof.rows:
+        x_BND = x_BND[:, : inputs.seen.prefix + PATCHES]
+    x, arguments = _as_host(proof, x_BND, inputs.arguments)
     branches = find_branches(trial, x, arguments, proof.rows, proof.cross)
     return dataclasses.replace(proof, **vars(branches), divides=_divides(trial, branches, x, arguments))
 
@@ -193,9 +197,10 @@ def _check_output(output: object, x: Tensor, arguments: Arguments) -> None:
         like = "Stages that merge patches, as in Swin, work on the grid of all tokens"
         if {*shapes} & {*given}:
             like = "Double-stream blocks, as in FLUX, SD3 and Qwen-Image, change the text too"
+        returned = ", ".join(map(str, shapes)) or type(output).__name__
         raise _Refused(
-            f"returns {', '.join(map(str, shapes)) or type(output).__name__} for tokens {tuple(x.shape)}: it must "
-            f"return the tokens alone, all of them and in their order. {like}"
+            f"returns {returned} for tokens {tuple(x.shape)}: it must return the tokens alone, all of them and in "
+            f"their order. {like}"
         )
 
 

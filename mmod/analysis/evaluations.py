@@ -4,8 +4,8 @@ Axes: B images or samples, N patches or tokens, C channels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from mmod.values import IGNORED
 _PASS_FUNCTION = "pass `evaluate`, which returns the loss and the accuracy of each image of such a batch"
 # Entries of a batch that the forward pass does not take.
 _NO_INPUTS = ("labels", "protected_mask")
+Name = TypeVar("Name", bound=Hashable)
 
 Evaluate = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
@@ -86,3 +87,8 @@ def evaluate_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Ten
     # Tokens without a label count as right, so that `all` asks for the answer alone.
     right_BN = (logits.argmax(-1) == label_BN) | ~answer_BN
     return loss_BN.sum(1) / answer_BN.sum(1), right_BN.all(dim=1).float()
+
+
+def joined(parts: Sequence[Mapping[Name, Tensor]]) -> dict[Name, Tensor]:
+    """Return the columns of several batches as those of one."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -420,7 +420,8 @@ def _importance(name: str, block: nn.Module, baseline: int, dense: PassCounts, r
     if not isinstance(block, RoutedBlock) or not block.mod_state.observes:
         return 0
     # Its attention comes before the decision and runs on all tokens, as in the dense model.
-    attention = f"{name}.{block.mod_state.call.operators['attention']}"
+    operators = block.mod_state.call.operators
+    attention = f"{name}.{operators['attention']}"
     return routed.flops[attention] - dense.flops[attention]
 
 

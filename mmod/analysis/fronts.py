@@ -158,7 +158,8 @@ class Fronts:
                 # The only marks that it has are arrows.
                 style = {**style, "marker": _ARROW, "linestyle": ""}
             handles[series] = Line2D([], [], **style)
-        add_legend(figure, handles, max(1, math.floor(figure.get_figwidth() / 1.5)))
+        columns = max(1, math.floor(figure.get_figwidth() / 1.5))
+        add_legend(figure, handles, columns)
         figure.draw_without_rendering()
         # Laid out once, then frozen: names are placed by pixels, and must not move the panels.
         figure.set_layout_engine("none")
@@ -240,7 +241,8 @@ def draw_tradeoff(
             panels[key] = title
     width = len(panels) * min(_PANEL, _WIDTH / len(panels))
     figure = new_figure(max(_PANEL, width), 4.2)
-    axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False).flatten())
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    axes = list(grid.flatten())
     fronts = Fronts(axes, [[_mark(row, key, score) for row in rows] for key in panels])
     for axis, title in zip(axes, panels.values()):
         axis.set_xlabel(title)

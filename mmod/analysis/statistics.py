@@ -7,15 +7,18 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist, mean, stdev
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mmod.plain import without_nan
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Values = NDArray[np.float64]
 BySeed = Mapping[int, float]
@@ -106,12 +109,16 @@ def _written(number: float, form: str) -> str:
     return text
 
 
-def published(fields: Sequence[tuple[str, object]]) -> dict[str, object]:
-    """Return the fields of a dataclass under the names that files of results have.
+def published(result: DataclassInstance) -> dict[str, Any]:
+    """Return the fields of a dataclass, and of those in it, under the names that files of results have.
 
-    For `dataclasses.asdict(..., dict_factory=published)`. An `Estimate` gets the keys value, low and high; one that is
-    a difference paired by seed gets mean, low, high and seeds. NaN becomes None. Other dataclasses keep their names.
+    An `Estimate` gets the keys value, low and high; one that is a difference paired by seed gets mean, low, high and
+    seeds. NaN becomes None. Other dataclasses keep their names.
     """
+    return asdict(result, dict_factory=_published_fields)
+
+
+def _published_fields(fields: Sequence[tuple[str, object]]) -> dict[str, object]:
     named = dict(fields)
     if list(named) != ["value", "low", "high", "seeds"]:
         return named
@@ -233,7 +240,8 @@ def one_of_many(value: Estimate, number: int) -> Estimate:
     if value.seeds is not None and value.seeds > 1:
         from scipy.special import stdtrit
 
-        wider = float(stdtrit(value.seeds - 1, 1 - 0.025 / number) / stdtrit(value.seeds - 1, 0.975))
+        corrected = stdtrit(value.seeds - 1, 1 - 0.025 / number)
+        wider = float(corrected / stdtrit(value.seeds - 1, 0.975))
     low = value.value - wider * (value.value - value.low)
     return replace(value, low=low, high=value.value + wider * (value.high - value.value))
 

@@ -185,7 +185,8 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
     for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), sides):
         across = point[0] + x * (size.width / 2 + far)
         upwards = point[1] + y * (size.height / 2 + far)
-        text.set_position(tuple(axis.transData.inverted().transform((across, upwards))))
+        position = axis.transData.inverted().transform((across, upwards))
+        text.set_position(tuple(position))
         box = text.get_window_extent()
         fits_across = room.x0 <= box.x0 and box.x1 <= room.x1
         fits_upwards = room.y0 <= box.y0 and box.y1 <= room.y1

@@ -209,7 +209,7 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
     one_outcomes = _outcomes(table, name)
     other_outcomes = _outcomes(table, other)
     # Candidates may be evaluated on the first samples alone.
-    count = min(_sample_count(one_outcomes), _sample_count(other_outcomes))
+    count = min(sample_count(one_outcomes), sample_count(other_outcomes))
     if not count:
         return None
     if figure not in one_outcomes:
@@ -323,8 +323,10 @@ def _outcomes(table: Table, name: str) -> Mapping[str, np.ndarray]:
     return _rows(table, name).outcomes
 
 
-def _sample_count(outcomes: Mapping[str, np.ndarray]) -> int:
-    return len(next(iter(outcomes.values())))
+def sample_count(outcomes: Mapping[str, np.ndarray]) -> int:
+    """Return the number of samples whose outcomes are there, by the score."""
+    some_N = next(iter(outcomes.values()))
+    return len(some_N)
 
 
 def _change(outcome_N: np.ndarray, other_N: np.ndarray) -> Estimate:

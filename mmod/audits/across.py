@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mmod.analysis.evaluations import joined
 from mmod.analysis.statistics import Estimate, normal_mean
 from mmod.audits.information import Information, information_of
-from mmod.audits.tables import BatchRows, joined
+from mmod.audits.tables import BatchRows
 from mmod.io.tables import MarkdownTable
 
 # `returning` is 0 where tokens leave for good and 1 where decisions are independent.
@@ -67,7 +68,8 @@ def across_of(batches: Sequence[BatchRows], routed: Sequence[str]) -> Across:
     """Return how the decisions of a model depend on each other; `routed` are the names of its routed blocks."""
     names = list(batches[0].decisions)
     parts = [list(part) for _, part in groupby(names, key=_part)]
-    shares = {of: normal_mean(share_I) for of, share_I in joined([_shares(batch, parts) for batch in batches]).items()}
+    columns = joined([_shares(batch, parts) for batch in batches])
+    shares = {of: normal_mean(share_I) for of, share_I in columns.items()}
     back = shares.get(("returning",))
     # Nothing can return where no decision before the last one of a part dropped a token.
     if back is not None and math.isnan(back.value):

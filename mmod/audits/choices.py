@@ -78,7 +78,8 @@ class Choice(NamedTuple):
 @functools.lru_cache(maxsize=1)
 def _draws(draw: int, images: range, tokens: int) -> Tensor:
     """Draw once per image, seeded by its index: all blocks keep the same tokens, independent of the batch."""
-    return torch.from_numpy(np.stack([np.random.default_rng((draw, image)).random(tokens) for image in images]))
+    ranks = [np.random.default_rng((draw, image)).random(tokens) for image in images]
+    return torch.from_numpy(np.stack(ranks))
 
 
 def _centre(context: DecisionContext) -> Tensor:
@@ -87,7 +88,9 @@ def _centre(context: DecisionContext) -> Tensor:
     row_BN = context.order_BN // columns
     column_BN = context.order_BN % columns
     # In shares of the grid's sides, so that a long grid has no longer way to its ends.
-    return -torch.hypot((row_BN - (rows - 1) / 2) / rows, (column_BN - (columns - 1) / 2) / columns)
+    down_BN = (row_BN - (rows - 1) / 2) / rows
+    across_BN = (column_BN - (columns - 1) / 2) / columns
+    return -torch.hypot(down_BN, across_BN)
 
 
 def _shuffled(context: DecisionContext) -> Tensor:

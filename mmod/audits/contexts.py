@@ -244,9 +244,10 @@ class Contexts:
         tokens = sorted({int(free_BN.sum(1).max()) for free_BN in free.values()})
         wanted = self.config.grid
         if wanted is not None and math.prod(wanted) not in tokens:
+            listed = " or ".join(map(str, tokens))
             raise ValueError(
-                f"grid={wanted} must have as many positions as tokens may be skipped, {' or '.join(map(str, tokens))}: "
-                "pass rows and columns of that many patches"
+                f"grid={wanted} must have as many positions as tokens may be skipped, {listed}: pass rows and columns "
+                "of that many patches"
             )
         first = 0 if previous is None else previous.images.stop
         images = range(first, first + len(outcome[LOSS]))
@@ -264,8 +265,10 @@ class Contexts:
         for leaf in tree_leaves(batch):
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.ndim:
                 continue
+            sum_B = leaf
             # A sum is not finite if any number is not.
-            sum_B = leaf.flatten(1).double().sum(1) if leaf.ndim > 1 else leaf
+            if leaf.ndim > 1:
+                sum_B = leaf.flatten(1).double().sum(1)
             self._check_finite("the sum of the inputs", sum_B)
         routings: dict[str, Routing] = {}
 
@@ -319,7 +322,9 @@ class Contexts:
             )
             rank_BN = choice.rank(context)
             if not isinstance(rank_BN, Tensor) or rank_BN.shape != x_BND.shape[:2]:
-                got = tuple(rank_BN.shape) if isinstance(rank_BN, Tensor) else brief(rank_BN)
+                got = brief(rank_BN)
+                if isinstance(rank_BN, Tensor):
+                    got = str(tuple(rank_BN.shape))
                 raise ValueError(f"a condition must return a rank per token, {tuple(x_BND.shape[:2])}, got {got}")
             return keep_best(rank_BN.to(x_BND.device), learned_routing, routing, blocks[name].router, left_BN)
 

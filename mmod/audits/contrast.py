@@ -21,7 +21,8 @@ def values_of(table: Table, names: Sequence[str]) -> Values:
     """Return accuracy in percent and loss of each sample under some candidates (I, F, C), means over their draws."""
     outcomes = [mean_outcomes(table, name) for name in names]
     accuracies = [100 * columns[ACCURACY] for columns in outcomes]
-    return np.stack([*accuracies, *(columns[LOSS] for columns in outcomes)], axis=1).reshape(-1, 2, len(names))
+    losses = [columns[LOSS] for columns in outcomes]
+    return np.stack([*accuracies, *losses], axis=1).reshape(-1, 2, len(names))
 
 
 @dataclass(frozen=True)

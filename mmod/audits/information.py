@@ -164,7 +164,8 @@ def _bits(counts_G2K: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _entropy(share: Tensor) -> Tensor:
-    return -(torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share)) / torch.log(share.new_tensor(2.0))
+    nats = -(torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share))
+    return nats / torch.log(share.new_tensor(2.0))
 
 
 def information_tables(information: Mapping[str, Mapping[str, Information]]) -> list[MarkdownTable]:
@@ -227,7 +228,8 @@ def influence_of(batches: Sequence[BatchRows]) -> Influence | None:
     for name in dict.fromkeys(chain.from_iterable(map(_moved_names, moved))):
         rolled = [batch for batch in moved if batch.decisions[name].moved]
         positions = count_kinds(chain.from_iterable(_rolled_positions(batch, name) for batch in rolled))
-        shares.append(_shares(positions, count_kinds(_kept_again(batch, name) for batch in rolled)))
+        contents = count_kinds(_kept_again(batch, name) for batch in rolled)
+        shares.append(_shares(positions, contents))
     content_G, position_G = torch.stack(shares).mean(0)
     both_G = position_G + content_G
     share_G = torch.where(both_G > 0, position_G / both_G, 0.0)
@@ -269,7 +271,8 @@ def _shifts(images: range, grid: tuple[int, int]) -> Tensor:
     # Two different positions for all content, so that what stays in place is not taken for what stays with content.
     positions = [np.random.default_rng((image,)).choice(math.prod(grid), 2, replace=False) for image in images]
     # From a number to row and column: `unravel_index` returns the axes apart.
-    return torch.from_numpy(np.stack(np.unravel_index(np.stack(positions, axis=1), grid), axis=-1))
+    rows_and_columns = np.unravel_index(np.stack(positions, axis=1), grid)
+    return torch.from_numpy(np.stack(rows_and_columns, axis=-1))
 
 
 def roll_patches(batch: object, shift_B2: Tensor, grid: tuple[int, int]) -> object:
@@ -313,6 +316,7 @@ def _of_position(counts_G2K: Tensor) -> Tensor:
     """Return the share of the variance of being kept that lies between positions (G)."""
     kept_GK, there_GK = counts_G2K.unbind(1)
     mean_G1 = kept_GK.sum(1, keepdim=True) / there_GK.sum(1, keepdim=True)
-    between_G = (there_GK * (kept_GK / there_GK.clamp(min=1) - mean_G1).square()).sum(1) / there_GK.sum(1)
+    share_GK = kept_GK / there_GK.clamp(min=1)
+    between_G = (there_GK * (share_GK - mean_G1).square()).sum(1) / there_GK.sum(1)
     variance_G = (mean_G1 * (1 - mean_G1)).squeeze(1)
     return torch.where(variance_G > 0, between_G / variance_G, 0.0)

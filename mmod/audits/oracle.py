@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmod.analysis.evaluations import joined
 from mmod.analysis.statistics import Estimate, normal_mean
 from mmod.analysis.table import Table
 from mmod.audits.choices import LEARNED, ORACLE, RANDOM, Choice, DecisionContext, rank_first
-from mmod.audits.tables import LOSS, BatchRows, joined
+from mmod.audits.tables import LOSS, BatchRows
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.routing import Routing
 

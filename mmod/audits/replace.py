@@ -52,7 +52,8 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
             # The rows are the groups that the earlier decision made: each token is shown the row that it joined.
             slot_BN = earlier.joined.slot_BN
             assert slot_BN is not None
-            x_BND = rows.gather(1, slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+            slot_BN1 = slot_BN.clamp(min=0).unsqueeze(-1)
+            x_BND = rows.gather(1, slot_BN1.expand(-1, -1, rows.shape[2]))
             left_BN = earlier.keep_BN
         replaced = replace(name, x_BND, routing, left_BN)
         if replaced is None or router.joiner is None:

@@ -113,7 +113,7 @@ class Audit:
 
     def to_dict(self) -> dict[str, object]:
         """Return everything as plain JSON values."""
-        return dataclasses.asdict(self, dict_factory=published)
+        return published(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> Audit:
@@ -245,7 +245,8 @@ def _baseline_values(table: Table, members: Members, baselines: Sequence[str]) -
 def _conditions(names: Sequence[str], choices: Mapping[str, Choice], contrast: Contrast) -> list[Condition]:
     """Return the model in each context, the learned one first."""
     # Tested all together and corrected, since the audit asks many questions of the same images.
-    p_FC = np.reshape(adjusted(contrast.p_FC[:, 1:].flatten().tolist()), (2, -1))
+    p_values = contrast.p_FC[:, 1:].flatten().tolist()
+    p_FC = np.reshape(adjusted(p_values), (2, -1))
     conditions = [Condition(LEARNED, "learned", contrast.mean(OF_ACCURACY, 0), contrast.mean(OF_LOSS, 0))]
     for number, name in enumerate(names[1:], 1):
         condition = Condition(

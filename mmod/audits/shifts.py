@@ -53,7 +53,8 @@ def changed_images(batch: object, images: int, change: Callable[[Tensor], Tensor
 
 def _noise(x_BCHW: Tensor, images: range) -> Tensor:
     """Add noise of half the deviation of an image's own pixels."""
-    noise = torch.stack([torch.randn(x_BCHW.shape[1:], generator=draw) for draw in _draws(images)]).to(x_BCHW)
+    drawn = [torch.randn(x_BCHW.shape[1:], generator=draw) for draw in _draws(images)]
+    noise = torch.stack(drawn).to(x_BCHW)
     # In units of the image's deviation, so that normalisation does not matter.
     return x_BCHW + _NOISE * x_BCHW.std(dim=(1, 2, 3), keepdim=True) * noise
 
@@ -63,7 +64,8 @@ def _blur(x_BCHW: Tensor, images: range) -> Tensor:
     sigma = _BLUR * max(x_BCHW.shape[-2:])
     # Three deviations hold all but 0.3 % of a Gaussian.
     reach = max(1, round(3 * sigma))
-    bell = torch.exp(-(torch.arange(-reach, reach + 1) ** 2) / (2 * sigma**2)).to(x_BCHW)
+    distance = torch.arange(-reach, reach + 1)
+    bell = torch.exp(-(distance**2) / (2 * sigma**2)).to(x_BCHW)
     bell = bell / bell.sum()
     channels = x_BCHW.shape[1]
     # A Gaussian is the product of its two axes: first rows, then columns.
@@ -90,7 +92,8 @@ def _clutter(x_BCHW: Tensor, images: range) -> Tensor:
     for pasted, image, draw in zip(cluttered, x_BCHW, _draws(images)):
         corners = (torch.rand(_FRAGMENTS, 2, 2, generator=draw) * limits).long().tolist()
         for (top, left), (row, column) in corners:
-            pasted[:, row : row + side, column : column + side] = image[:, top : top + side, left : left + side]
+            fragment = image[:, top : top + side, left : left + side]
+            pasted[:, row : row + side, column : column + side] = fragment
     return cluttered
 
 

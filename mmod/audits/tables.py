@@ -6,9 +6,8 @@ Axes: B samples, N tokens, F tokens of a sample that may be skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ LOSS = "loss"
 _BYTE = 256
 Outcomes = dict[str, Tensor]
 """Accuracy in [0, 1] and loss of each sample of a batch, float64 (B,)."""
-Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,13 @@ class Mask:
     @classmethod
     def of(cls, mask_BN: Tensor) -> Mask:
         """Return a mask (B, N), packed."""
-        bits = np.packbits(mask_BN.bool().cpu().numpy(), axis=1)
-        return cls(mask_BN.shape[1], torch.from_numpy(bits))
+        mask = mask_BN.bool().cpu().numpy()
+        return cls(mask.shape[1], torch.from_numpy(np.packbits(mask, axis=1)))
 
     def unpacked(self) -> Tensor:
         """Return the mask (B, N)."""
-        return torch.from_numpy(np.unpackbits(self.bits.numpy(), axis=1, count=self.tokens)).bool()
+        mask = np.unpackbits(self.bits.numpy(), axis=1, count=self.tokens)
+        return torch.from_numpy(mask).bool()
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,6 @@ def add_outcomes(table: Table, batches: Iterable[BatchRows], of_set: str | None 
             for draw, columns in enumerate(draws):
                 outcomes = {column: value_B.numpy() for column, value_B in columns.items()}
                 table.add(row_on(of_set, name), draw, Measured({}, samples=len(batch.images), outcomes=outcomes))
-
-
-def joined(parts: Sequence[Mapping[Name, Tensor]]) -> dict[Name, Tensor]:
-    """Return the columns of several batches as those of one."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def row_on(of_set: str | None, name: str) -> str:

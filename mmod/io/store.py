@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from mmod.io.environment import environment
 from mmod.io.files import check_regular, lock_of, locked, parse_json, writing
 from mmod.io.progress import say
+from mmod.io.tensors import raw_bytes
 from mmod.plain import from_plain
 from mmod.values import brief
 from mmod.version import __version__
@@ -82,7 +83,7 @@ class Store:
             as_type: A dataclass that the result's values are the fields of.
             timed_on: Device on which the result was timed. Versions, machine and threads then join the identity.
         """
-        line = self._find(_key(_record_of(identity, timed_on)))
+        line = self._find(key_of(_record_of(identity, timed_on)))
         if line is None:
             return None
         return self._value_in(line, as_type)
@@ -106,13 +107,13 @@ class Store:
         record = _record_of(identity, timed_on)
         # Not locked while it computes, which may take hours: two processes may compute the same result, and the first
         # wins.
-        line = self._find(_key(record))
+        line = self._find(key_of(record))
         if line is None:
             line = self._write(record, compute(), supersede=False)
         return self._value_in(line)
 
     def __contains__(self, identity: Mapping[str, object]) -> bool:
-        return self._find(_key(_record_of(identity, None))) is not None
+        return self._find(key_of(_record_of(identity, None))) is not None
 
     def remove(self) -> None:
         """Remove the file and its lock, once its results are kept elsewhere."""
@@ -198,7 +199,7 @@ class Store:
             self._refuse(f"result {self._number} has no version, identity and value")
         # Values stay in the file, and are parsed when they are asked for.
         del record["value"]
-        self._spans[_key(record)] = (self._end, len(line))
+        self._spans[key_of(record)] = (self._end, len(line))
         self._versions.add(str(record["mmod"]))
         self._end += len(line)
 
@@ -216,7 +217,7 @@ class Store:
 
     def _write(self, record: Mapping[str, object], value: object, *, supersede: bool) -> bytes:
         """Write the line of a result, and return it, or the one that is not to be superseded."""
-        key = _key(record)
+        key = key_of(record)
         text = json.dumps({**record, "value": value}, default=_packed).encode()
         line = b"%b %b\n" % (_checksum(text), text)
         if self.path is None:
@@ -361,7 +362,7 @@ def checksum(batch: object, before: str = "") -> str:
             digest.update(checksum(dict(leaf)).encode())
         elif isinstance(leaf, Tensor):
             digest.update(repr((leaf.dtype, leaf.shape)).encode())
-            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(raw_bytes(leaf))
         elif isinstance(leaf, (str, int, float, np.ndarray)):
             digest.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
     return digest.hexdigest()
@@ -374,7 +375,8 @@ def _record_of(identity: Mapping[str, object], timed_on: str | None) -> dict[str
     return {"mmod": __version__, "identity": dict(identity)}
 
 
-def _key(record: Mapping[str, object]) -> str:
+def key_of(record: Mapping[str, object]) -> str:
+    """Return the checksum of plain values, by which a result is found and a file may be named."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 

@@ -44,16 +44,28 @@ def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def raw_bytes(value: Tensor) -> memoryview:
+    """Return the bytes of a tensor, by which it is told from others."""
+    import torch
+
+    plain = value.detach().cpu().contiguous().flatten()
+    return plain.view(torch.uint8).numpy().data
+
+
 def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors, or shards of them, with copies of those that share memory."""
     alone: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for name, value in state.items():
-        local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+        local: Any = value
+        if hasattr(value, "to_local"):
+            local = value.to_local()
         # Views of one storage share memory even where their own addresses differ.
         address = local.untyped_storage().data_ptr()
-        # A copy of the later ones; the first keeps the memory.
-        alone[name] = value.clone() if address in addresses else value
+        if address in addresses:
+            # The first keeps the memory.
+            value = value.clone()
+        alone[name] = value
         addresses.add(address)
     return alone
 

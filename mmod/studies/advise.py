@@ -69,9 +69,14 @@ def main(arguments: Sequence[str]) -> None:
     # Before the model runs: labels that do not fit, or another mean than that of training, explain a low score.
     print(note, end="\n\n")
     folder = Path(options.output or _folder_of(options))
-    is_folder = Path(options.model).is_dir()
     spec = options.model
-    if options.prompts is not None and not is_folder and ":" not in spec:
+    opening: dict[str, object] = {"checkpoint": options.checkpoint, "image_size": options.image_size}
+    if not options.pretrained:
+        opening["pretrained"] = False
+    if Path(spec).is_dir():
+        # Advice undoes the methods of a saved model.
+        opening["dense"] = True
+    elif options.prompts is not None and ":" not in spec:
         # Of the hub; `open_model` would take it for a name of timm.
         spec = f"transformers:{spec}"
     advice = advise(
@@ -87,14 +92,7 @@ def main(arguments: Sequence[str]) -> None:
         folder=folder,
         note=note,
         title=f"Advice for {options.model}",
-        opening=opening_line(
-            spec,
-            checkpoint=options.checkpoint,
-            pretrained=None if options.pretrained else False,
-            image_size=options.image_size,
-            # Advice undoes the methods of a saved model.
-            dense=True if is_folder else None,
-        ),
+        opening=opening_line(spec, **opening),
         run=_run_of(options),
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
@@ -104,7 +102,8 @@ def _check_files(options: argparse.Namespace) -> None:
     """Raise for all files and folders that are missing, before the model, which may come from a hub."""
     path = Path(options.model)
     # "OWNER/NAME" may be a name of a hub.
-    is_path = path.parts[:1] == ("runs",) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    has_parent = len(path.parts) == 2 and path.parent.is_dir()
+    is_path = has_parent or len(path.parts) > 2 or path.parts[:1] == ("runs",)
     missing = Mistakes()
     with missing.collected():
         if ":" in options.model:
@@ -157,7 +156,8 @@ def _folder_of(options: argparse.Namespace) -> str:
         if isinstance(value, list):
             value = "-".join(map(str, value))
         words.append(f"{name}-{value}")
-    return f"runs/advise/{folder_name(options.model)}/{'-'.join(map(folder_name, words))}"
+    question = "-".join(map(folder_name, words))
+    return f"runs/advise/{folder_name(options.model)}/{question}"
 
 
 def _parser() -> OneLineParser:

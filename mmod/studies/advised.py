@@ -160,8 +160,10 @@ def _a_fifth_first(loader: Any) -> Iterable[object]:
     if fifth >= loader.batch_size:
         return loader
     ends = [0, *range(fifth, len(prompts), loader.batch_size), len(prompts)]
-    groups = [range(start, end) for start, end in pairwise(ends)]
-    return [loader.collate_fn([prompts[number] for number in batch]) for batch in groups]
+    batches = []
+    for start, end in pairwise(ends):
+        batches.append(loader.collate_fn([prompts[number] for number in range(start, end)]))
+    return batches
 
 
 def read_images(
@@ -187,7 +189,9 @@ def read_images(
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")
     classes = len(source.names)
     known = image_facts(opened.model).classes or 0
-    notes = [f"{source.left_out}."] if source.left_out else []
+    notes = []
+    if source.left_out:
+        notes.append(f"{source.left_out}.")
     if len(source) > number:
         notes.append(f"{number:,} of {len(source):,} images were read; --number reads more.")
     if report.faults:

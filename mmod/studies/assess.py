@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +13,7 @@ from torch import nn
 from mmod.analysis.table import DENSE, Measured, Table, compare
 from mmod.analysis.timing import Reading, ratios
 from mmod.io.jobs import Callback, Runner
-from mmod.io.store import OptionalStore, Store
+from mmod.io.store import OptionalStore, Store, key_of
 from mmod.methods.base import methods_inside, undo_
 from mmod.model import copy_of
 from mmod.planning.candidate import Candidate
@@ -53,7 +51,8 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
         for run in compare(table, [runs], measurer, runner):
             model = measurer.final(run)
             dense = _dense_of(model)
-            table.costs[run.name] = _costs(run.start, model, dense, table.runs[run.name][run.seed].kept)
+            kept = table.runs[run.name][run.seed].kept
+            table.costs[run.name] = _costs(run.start, model, dense, kept)
             passes = partial(_full_batches, dense)
             table.times, table.waiting = times_of({run.name: run}, measurer, passes, _SAMPLES, _ROUNDS, shown=False)
     return table
@@ -65,7 +64,7 @@ def _batches_of(config: RunConfig) -> Iterator[BatchStore]:
     device = str(device_of(kind_of(config)))
     identity = {"work": "evaluated batches", **identity_of(config), "device": device}
     # Evaluations of one run on several sets may go on at once: each has a file of its own.
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    name = key_of(identity)
     output = Path(config.output).absolute()
     # In a folder that exists, so that none is left; hidden, so that it keeps no run out of the folder.
     folder = next(place for place in (output, *output.parents) if place.is_dir())
@@ -81,7 +80,9 @@ def _evaluated(batches: BatchStore, progress: bool, run: Run, callback: Callback
 
 def _dense_of(model: nn.Module) -> nn.Module | None:
     """Return a model without its methods, with the same weights; None for a dense model."""
-    return undo_(copy_of(model)) if methods_inside(model) else None
+    if not methods_inside(model):
+        return None
+    return undo_(copy_of(model))
 
 
 def _costs(kind: Kind, model: nn.Module, dense: nn.Module | None, kept: Mapping[str, float]) -> dict[str, float]:
@@ -109,16 +110,22 @@ def described(table: Table) -> str:
     # One candidate and seed: the table is that of a comparison.
     ((name, rows_by_seed),) = table.runs.items()
     costs = dict(table.costs[name])
-    lines = [rows_by_seed[0].text, f"{costs.pop(_PARAMETERS) / 1e6:.4g} million parameters"]
+    millions = costs.pop(_PARAMETERS) / 1e6
+    lines = [rows_by_seed[0].text, f"{millions:.4g} million parameters"]
     for sample, flops in costs.items():
-        times = _by_size({size: median(ms[name]) for (of, size), ms in table.times.items() if of == sample})
-        lines.append(f"{sample}: {flops / 1e9:.4g} GFLOPs, ms per {sample.removesuffix(_DENSE)} {times}")
+        times = {}
+        for (of, size), ms in table.times.items():
+            if of == sample:
+                times[size] = median(ms[name])
+        one = sample.removesuffix(_DENSE)
+        lines.append(f"{sample}: {flops / 1e9:.4g} GFLOPs, ms per {one} {_by_size(times)}")
     for sample in [sample for sample in costs if sample + _DENSE in costs]:
         faster = {}
         for (of, size), ms in table.times.items():
             if of == sample:
+                dense_ms = table.times[sample + _DENSE, size]
                 # Round by round, as in studies.
-                faster[size] = ratios(table.times[sample + _DENSE, size][name], ms[name]).median
+                faster[size] = ratios(dense_ms[name], ms[name]).median
         fewer = costs[sample + _DENSE] / costs[sample]
         lines.append(f"{sample}: {fewer:.3g} times fewer FLOPs than dense, times as fast: {_by_size(faster)}")
     return "\n".join(lines)

@@ -69,17 +69,21 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
         routed = [candidate for candidate in candidates if candidate.series not in config.baselines_by_series]
         baselines = [candidate for candidate in candidates if candidate.series in config.baselines_by_series]
         candidates = [*routed, *shallow(routed, dense), *baselines]
+    # Untuned models are evaluated on the data and in the precision of the dense one.
+    train = None
     # From scratch, as long as a fine-tuned model has been trained in all, unless a candidate says its own.
     epochs = dense.epochs or 0
     if config.tune:
+        train = tuned
         epochs += tuned.epochs or 0
     for number, one in enumerate(candidates):
         if one.from_scratch:
             candidates[number] = dataclasses.replace(one, changes=merged({"epochs": epochs}, one.changes))
     candidates = with_controls(candidates, config.routers, config.controls, is_of_parts=not dense.part)
     names = Counter([UNTUNED, *(candidate.name for candidate in candidates)])
-    if max(names.values()) > 1:
-        raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
+    name, count = names.most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"several models of the study have the name {name!r}")
     notes = []
     if not config.train_dense:
         notes += unfinished(dense.model.checkpoint)
@@ -89,8 +93,7 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
     comparison = Comparison(
         candidates=candidates,
         dense=dense,
-        # Untuned models are evaluated on the data and in the precision of the dense one.
-        train=tuned if config.tune else None,
+        train=train,
         seeds=config.seeds,
         train_dense=bool(config.train_dense),
         bases=config.bases,
@@ -156,7 +159,8 @@ def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
     check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)
     # What a run records besides its config.
     if fields.pop("world_size", None) is not None:
-        fields = config_class(kind).from_dict(fields).finished(str(folder)).to_dict()
+        recorded = config_class(kind).from_dict(fields)
+        fields = recorded.finished(str(folder)).to_dict()
     return merged(fields, changes)
 
 
@@ -190,7 +194,8 @@ def baseline(plain: Candidate, settings: Mapping[str, Any]) -> Candidate:
             return dataclasses.replace(plain, changes=merged({"model": model}, plain.changes))
         return _from_scratch(plain, {"model": {"args": settings["args"]}})
     method = {key: value for key, value in settings.items() if key != "routing"}
-    if read_method({key: value for key, value in method.items() if value != FIT}).replaces:
+    settled = {key: value for key, value in method.items() if value != FIT}
+    if read_method(settled).replaces:
         # A model from scratch is not routed: `routing` is refused.
         read_method(settings)
         return dataclasses.replace(_from_scratch(plain, {}), methods=(method,))
@@ -208,7 +213,8 @@ def shallow(candidates: Sequence[Candidate], dense: RunConfig) -> list[Candidate
     assert dense.image_shape is not None
     report = flops(model, dense.image_shape)
     depth = len(find_stack(model).blocks)
-    costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
+    block = report.blocks[0].dense
+    costs = {fewer: report.rest.dense + fewer * block for fewer in range(1, depth + 1)}
     depths = set()
     for candidate in candidates:
         routed = _flops_of(candidate, dense)
@@ -293,7 +299,7 @@ def _at_random(candidate: Candidate, is_of_parts: bool) -> Candidate | None:
     """Return a candidate's control; None where its plan is still to be searched, or the data say how much it keeps."""
     if candidate.routing is None:
         return None
-    parts = candidate.routing if is_of_parts else {"": candidate.routing}
+    parts = _by_part(candidate.routing, is_of_parts)
     drawn = {}
     for part, fields in parts.items():
         known = resolve_routing(fields)
@@ -318,9 +324,16 @@ def _model_of(candidate: Candidate, is_of_parts: bool) -> Candidate:
     """Return what is equal for candidates that are the same model, however they are named and written."""
     routing = candidate.routing
     if routing is not None:
-        parts = routing if is_of_parts else {"": routing}
+        parts = _by_part(routing, is_of_parts)
         routing = {part: resolve_routing(fields) for part, fields in parts.items()}
     return dataclasses.replace(candidate, name="", series="", budget=None, control=None, routing=routing)
+
+
+def _by_part(routing: Any, is_of_parts: bool) -> Mapping[str, Any]:
+    """Return the routings of parts by name; that of the only one by an empty name."""
+    if is_of_parts:
+        return routing
+    return {"": routing}
 
 
 def told_of_controls(candidates: Sequence[Candidate], expected: Collection[str]) -> list[str]:

@@ -130,7 +130,10 @@ def _baselines(study: Study, table: Table, runs: Runs) -> dict[str, dict[str, li
         is_other = runs[other].candidate.series != runs[name].candidate.series
         return is_other and share[other] <= _AS_CHEAP * share[name]
 
-    return {"": {name: [other for other in share if is_baseline(other, name)] for name in share}}
+    baselines = {}
+    for name in share:
+        baselines[name] = [other for other in share if is_baseline(other, name)]
+    return {"": baselines}
 
 
 def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
@@ -161,7 +164,10 @@ def draw_kept(model: Any, collator: ChatCollator, chats: Sequence[ChatSample]) -
     labels = [textwrap.fill(chat.messages[-2].text.replace(IMAGE, "").strip(), _LINE) for chat in chats]
     with torch.inference_mode(), trace(model) as decisions, watch_grid(model) as seen:
         model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
-    if seen.grid is None or int(image_BN.sum()) != len(pixels) * math.prod(seen.grid) or len(pixels) != len(chats):
+    if seen.grid is None or len(pixels) != len(chats):
+        return None
+    patches = len(pixels) * math.prod(seen.grid)
+    if int(image_BN.sum()) != patches:
         return None
     return decisions.plot(pixels, labels, prefix=0, grid=seen.grid, image_BN=image_BN)
 
@@ -182,8 +188,13 @@ def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, 
     axis.imshow(changes, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
     for row, differences in enumerate(changes):
         for column, change in enumerate(differences):
-            text = f"{change:+.1f}" if row else f"{base[kinds[column]]:.1f} %"
-            axis.text(column, row, text, ha="center", va="center", color="white" if abs(change) > 0.6 * limit else INK)
+            text = f"{change:+.1f}"
+            if row == 0:
+                text = f"{base[kinds[column]]:.1f} %"
+            colour = INK
+            if abs(change) > 0.6 * limit:
+                colour = "white"
+            axis.text(column, row, text, ha="center", va="center", color=colour)
     axis.set_xticks(range(len(kinds)), kinds)
     axis.set_yticks(range(len(names)), [f"{name}  {shares[name]:.2f}" for name in names])
     axis.xaxis.tick_top()

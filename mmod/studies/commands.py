@@ -84,7 +84,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     from mmod.studies.assess import assess, described
     from mmod.training.engine.run_folder import unfinished
 
-    print("\n".join([*unfinished(config.model.checkpoint), described(assess(config))]))
+    notes = unfinished(config.model.checkpoint)
+    print(*notes, described(assess(config)), sep="\n")
 
 
 def audit(arguments: Sequence[str]) -> list[Path]:

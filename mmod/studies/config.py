@@ -18,7 +18,7 @@ from mmod.config import PRESETS, ROUTING_FIELDS, preset, rational, read_routing,
 from mmod.io.configs import existing_config
 from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
-from mmod.names import similar
+from mmod.names import say_near, similar
 from mmod.opening.runs import RUN_CONFIG, find_run, find_weights
 from mmod.plain import from_plain
 from mmod.planning.candidate import FIT, TOLERANCE, Candidate, PlanOptions
@@ -121,8 +121,10 @@ class StudyConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.output:
-            tuned = "-tuned" if self.tune else ""
-            object.__setattr__(self, "output", f"runs/tradeoff/{folder_name(_name_of(self.dense))}{tuned}")
+            output = f"runs/tradeoff/{folder_name(_name_of(self.dense))}"
+            if self.tune:
+                output += "-tuned"
+            object.__setattr__(self, "output", output)
         if self.train_dense is None:
             object.__setattr__(self, "train_dense", not _names_run(self.dense))
         self.check_settings()
@@ -148,7 +150,7 @@ class StudyConfig(Checked):
                 near = similar(key, _SERIES_FIELDS, cutoff=0.8)
                 # All others are options of its routing, which checks them.
                 if near and key not in (*_SERIES_FIELDS, *ROUTING_FIELDS):
-                    raise ValueError(f"unknown key routers.{series}.{key}; near ones: {', '.join(near)}")
+                    raise ValueError(f"unknown key routers.{series}.{key}; {say_near(near)}")
             check_value(f"routers.{series}.search", fields.get("search", {}), Mapping[str, Any])
             check_value(f"routers.{series}.budgets", fields.get("budgets", {}), dict[float, dict[str, Any]])
             if "preset" in fields:
@@ -245,11 +247,13 @@ class StudyConfig(Checked):
     def _candidate(self, series: str, budget: float | None, fields: Mapping[str, Any]) -> Candidate:
         """Return the model of a series at a budget with what describes its run, and nothing that makes it cheaper."""
         control = self.controls.get(series) or None
+        if control is not None:
+            control = self._name_at(control, budget)
         return Candidate(
             self._name_at(series, budget),
             series=series,
             budget=budget,
-            control=None if control is None else self._name_at(control, budget),
+            control=control,
             image_size=fields.get("image_size"),
             changes=fields.get("changes", {}),
             is_trained=bool(self.tune) and fields.get("tune", True),
@@ -348,9 +352,10 @@ class StudyConfig(Checked):
             if run.routing is not None:
                 kinds.append("routing")
             if kinds:
+                got = ", ".join(map(str, kinds))
                 raise ValueError(
-                    f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
-                    "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
+                    f"the dense model of a study has no methods and no routing, got {got}: leave them out of `dense` "
+                    "and its changes, and name them in `routers` or `baselines`"
                 )
         if not self.train_dense and self.tune is not True and not self.starts_trained(dense):
             raise ValueError(
@@ -377,9 +382,10 @@ class StudyConfig(Checked):
     @property
     def size_suffixes(self) -> dict[int, str]:
         """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
-        sizes = sorted({*self.latency_batches, self.latency_batch})
+        suffixes = {size: f"_b{size}" for size in sorted({*self.latency_batches, self.latency_batch})}
         # The size that is drawn has the plain names, as where it is the only one.
-        return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
+        suffixes[self.latency_batch] = ""
+        return suffixes
 
 
 def _names_run(dense: str | Mapping[str, object]) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.analysis.table import DENSE, Measured, Table, Weigh, gap, gaps, rows_once
+from mmod.analysis.table import DENSE, Measured, Table, Weigh, gap, gaps, rows_once, sample_count
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Callback
@@ -174,10 +174,11 @@ def _measure(study: Study, run: Run, callback: Callback, measurer: Measurer) -> 
 def _classifier_of(study: Study, run: Run) -> RunConfig | None:
     """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
     dense = study.dense
-    is_cheaper = run.name != DENSE and (run.training.model, run.training.data) == (dense.model, dense.data)
-    if _config_of(study).classifier == "each" or not is_cheaper:
+    is_same = run.training.model == dense.model and run.training.data == dense.data
+    if _config_of(study).classifier == "each" or run.name == DENSE or not is_same:
         return None
-    return dataclasses.replace(dense, output=str(Path(run.training.output).with_name(DENSE)))
+    folder = Path(run.training.output).with_name(DENSE)
+    return dataclasses.replace(dense, output=str(folder))
 
 
 def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
@@ -185,13 +186,16 @@ def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> 
     figures = _figures_of(study)
     dense = table.runs[DENSE][0]
     skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
+    columns: tuple[str, ...] = _COLUMNS
+    if study.config.score == "mean_iou":
+        columns = _COLUMNS_OF_PATCHES
     return tell_of(
         study,
         table,
         runs,
         _completed(study, table, runs, rows),
         facts,
-        columns=_COLUMNS_OF_PATCHES if study.config.score == "mean_iou" else _COLUMNS,
+        columns=columns,
         measure=_MEASURES[study.config.score],
         significance=lambda table, score, names: " ".join(_close_to_dense(table, one, names) for one in figures),
         note=f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images.",
@@ -240,7 +244,9 @@ def _probe(
     config = _config_of(study)
     features = {}
     for name in _splits(kind.config.data):
-        owner = kind.config if dense is None or name == _TESTED else dense
+        owner = kind.config
+        if dense is not None and name != _TESTED:
+            owner = dense
         features[name] = identity_of_features(config.feature, owner, name)
     identity = {
         "work": "rows of features",
@@ -290,10 +296,11 @@ def _evaluate(
         features.append(extracted)
     blocks = list(routed_blocks(model)) if is_routed(model) else []
     # Of the tested split, which comes last.
-    kept = dict(zip(blocks, features[-1].kept_NL.mean(0).tolist()))
+    kept_L = features[-1].kept_NL.mean(0)
+    kept = dict(zip(blocks, kept_L.tolist()))
     classify = classify_patches if config.feature == "patches" else classify_images
     outcomes = classify(features, config)
-    images = len(next(iter(outcomes.values())))
+    images = sample_count(outcomes)
     skipped = sum(len(stream.report.faults) for stream in streams.values())
     return Measured({**figures_of(outcomes, images), "kept": mean_share(kept)}, kept, images, skipped, outcomes)
 

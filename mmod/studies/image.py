@@ -191,8 +191,10 @@ def tell_of(
     axes |= {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
     shown = {name: COLUMNS[name] for name in ("name", "gflops")}
     shown |= {f"speedup{suffix}": (f"speed-up b{size}", "[.2f") for size, suffix in suffixes.items()}
-    before = [BEFORE] if any(BEFORE in row for row in rows) else []
-    summary = {**shown, **{name: COLUMNS[name] for name in (*before, score, "to_dense")}}
+    figures = [score, "to_dense"]
+    if any(BEFORE in row for row in rows):
+        figures.insert(0, BEFORE)
+    summary = shown | {name: COLUMNS[name] for name in figures}
     # The page has a column of standard deviations.
     title, form = summary[score]
     summary[score] = (title, f"±{form.removeprefix('±')}")
@@ -230,15 +232,18 @@ def tell_of(
         used = next(one.used for one in found if one.where == batches)
         at_random = {name for name, run in runs.items() if run.candidate.at_random}
         name_of_used = None if used is None else used.name
+        advised = []
         # Where nothing is advised, no model is better.
-        advised = [] if found[0].invalid else [name for name in names if name not in at_random]
+        if not found[0].invalid:
+            advised = [name for name in names if name not in at_random]
+            parts.append(f"`*`, for {batches}: {ON_FRONT}")
         rows = _starred(rows, score, advised, name_of_used)
         summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
         told = told._replace(rows=rows, summary=summary)
-        if not found[0].invalid:
-            parts.append(f"`*`, for {batches}: {ON_FRONT}")
     parts += [*filter(None, [note]), *facts["images"]]
-    limits = [_TRAINED if comparison.trains else _UNTRAINED]
+    limits = [_UNTRAINED]
+    if comparison.trains:
+        limits = [_TRAINED]
     if any(run.candidate.image_size is not None for run in runs.values()):
         limits.append(_RESIZED)
     if comparison.train is not None and not comparison.tunes_dense:
@@ -300,8 +305,9 @@ def _opening(study: Study, candidate: Candidate) -> str:
 
 def _python(study: Study, candidate: Candidate) -> str:
     if study.comparison.is_trained(candidate):
+        folder = study.comparison.folder_of(candidate.name, seed=0)
         # Its weights are no longer the dense ones, so that no line on these makes it.
-        return opening_line(str(study.comparison.folder_of(candidate.name, seed=0)))
+        return opening_line(str(folder))
     return _untuned(study, candidate)
 
 
@@ -360,7 +366,9 @@ def recommendations(
             if change is None:
                 continue
             share = Estimate(change.value / 100, change.low / 100, change.high / 100)
-            number = evaluated(table, name) if is_by_sample else len(table.runs[name])
+            number = len(table.runs[name])
+            if is_by_sample:
+                number = evaluated(table, name)
             one = candidates[name]
             speedup = ratios(ms[DENSE], ms[name])
             models.append(AdviceRow(name, one.label, speedup, _NO_SCORE, share, number, at_random=one.at_random))
@@ -472,7 +480,8 @@ def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str
         points = max((value.high - value.low) / 2 for value in to_dense)
         text = f"{images:,} test images: the widest interval is {points:.1f} points to each side."
         if points > 1:
-            text += f" About {_rounded(images * points**2)} would make it one point."
+            needed = _rounded(images * points**2)
+            text += f" About {needed} would make it one point."
         return text
     if score != "top1":
         # Classes, and patches of one image, are no independent draws.
@@ -484,14 +493,17 @@ def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str
     points = 196 * math.sqrt(2 * right * (1 - right) / images)
     text = f"{images:,} test images: differences below {points:.1f} points may be chance."
     if points > 1:
-        text += f" About {_rounded(images * points**2)} are needed to tell one point from chance."
+        needed = _rounded(images * points**2)
+        text += f" About {needed} are needed to tell one point from chance."
     return text
 
 
 def _rounded(number: float) -> str:
     """Return a number rounded up to two digits."""
     digits = len(str(round(number))) - 2
-    return f"{math.ceil(number / 10**digits) * 10**digits:,}"
+    scale = 10**digits
+    rounded = math.ceil(number / scale) * scale
+    return f"{rounded:,}"
 
 
 def _tell(study: Study, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:

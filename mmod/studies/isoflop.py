@@ -246,10 +246,7 @@ def _write(config: IsoflopConfig, command: str, points: list[dict[str, object]],
     folder = Path(config.output)
     facts = runner.facts
     minima = optima(points)
-    least = [
-        {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
-        for row in minima
-    ]
+    least = [{**row, "difference": row["difference"] and published(row["difference"])} for row in minima]
     asked = {"command": command, "config": dataclasses.asdict(config)}
     record = {**asked, **facts, "points": points, "optima": least}
     record["title"] = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
@@ -273,7 +270,8 @@ class Curve:
 
     def forward(self, size: float) -> float:
         """Return the FLOPs of a forward pass at a number of parameters, interpolated between the models."""
-        return float(np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(self.flops))))
+        log_flops = np.interp(np.log(size), np.log(self.sizes), np.log(self.flops))
+        return float(np.exp(log_flops))
 
     @property
     def minimum(self) -> dict[str, float]:
@@ -312,7 +310,10 @@ def curves_of(points: Points, seed: int | None = None) -> dict[Group, Curve]:
     for group, rows in groups.items():
         sizes = [row["parameters"] for row in rows]
         if len(set(sizes)) >= 3:
-            losses = [row["loss"] if seed is None else row["seeds"][seed]["loss"] for row in rows]
+            of_seed = rows
+            if seed is not None:
+                of_seed = [row["seeds"][seed] for row in rows]
+            losses = [row["loss"] for row in of_seed]
             curves[group] = fit_curve(sizes, [row["forward"] for row in rows], losses)
     return curves
 
@@ -360,12 +361,19 @@ def _tables(points: Points, minima: Points) -> list[MarkdownTable]:
     for point in points:
         gap = None
         if point["series"] != first:
-            one = {seed: row["loss"] for seed, row in point["seeds"].items()}
-            other = {seed: row["loss"] for seed, row in firsts[point["budget"], point["size"]].items()}
-            gap = difference(one, other)
+            base = firsts[point["budget"], point["size"]]
+            gap = difference(_losses(point["seeds"]), _losses(base))
         rows.append({**point, "difference": gap})
-    shown = [[{**row, "difference": _in_nats(row["difference"])} for row in part] for part in (rows, minima) if part]
-    return [table_of(_COLUMNS, part) for part in shown]
+    tables = []
+    for part in (rows, minima):
+        shown = [{**row, "difference": _in_nats(row["difference"])} for row in part]
+        if shown:
+            tables.append(table_of(_COLUMNS, shown))
+    return tables
+
+
+def _losses(seeds: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
+    return {seed: row["loss"] for seed, row in seeds.items()}
 
 
 def _verdict(minima: Points, first: str) -> str:
@@ -377,8 +385,9 @@ def _verdict(minima: Points, first: str) -> str:
             sentences.append(f"{at} the loss of {row['series']} has no minimum among the sizes.")
             continue
         best = f"{at} {row['series']} is best with {row['parameters']:,.0f} parameters: {row['loss']:.4f} nats a byte"
-        gap = "" if row["difference"] is None else f", {_in_nats(row['difference'])} to {first}"
-        sentences.append(f"{best}{gap}.")
+        if row["difference"] is not None:
+            best += f", {_in_nats(row['difference'])} to {first}"
+        sentences.append(f"{best}.")
     return " ".join(sentences) or "No curve was fitted: a budget needs three sizes or more."
 
 
@@ -422,12 +431,10 @@ def draw(points: Points) -> Figure:
 def _draw_curve(axis: Axes, curve: Curve, key: str, style: Mapping[str, Any]) -> None:
     sizes = np.geomspace(curve.sizes[0], curve.sizes[-1], 60)
     colour = style["color"]
-
-    def abscissa(size: float) -> float:
-        return size if key == "parameters" else curve.forward(size)
-
     line = style["linestyle"] or "-"
-    x = [abscissa(size) for size in sizes]
+    x = list(sizes)
+    if key != "parameters":
+        x = [curve.forward(size) for size in sizes]
     axis.plot(x, [curve.loss(size) for size in sizes], line, color=colour, linewidth=1.2)
     least = curve.minimum
     if least:

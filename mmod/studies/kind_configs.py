@@ -66,8 +66,10 @@ class TimmStudyConfig(StudyConfig):
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Raise a ValueError if a model would be trained on images that it or another is evaluated on."""
         super().check_runs(dense, tuned)
-        trained = [dense.data] if self.train_dense else []
         evaluated = [dense.data]
+        trained = []
+        if self.train_dense:
+            trained.append(dense.data)
         if self.tune:
             trained.append(tuned.data)
             evaluated.append(tuned.data)

@@ -64,7 +64,9 @@ class Measurer:
             # Training needs the memory.
             self.models.clear()
         rows = self.measure(self.ready(run), callback, self)
-        return None if run.name == UNTUNED else rows
+        if run.name == UNTUNED:
+            return None
+        return rows
 
     def __getstate__(self) -> dict[str, object]:
         # Other processes load the models that they need.
@@ -94,8 +96,10 @@ class Measurer:
             self.plans[run.plans] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
         plan = self.plans[run.plans][options.budget]
         part = options.part or run.training.parts[0]
+        routing: dict[str, object] = {part: plan}
         # Configs of one part have its routing itself.
-        routing = plan if part == run.training.part else {part: plan}
+        if part == run.training.part:
+            routing = plan
         run_config = dataclasses.replace(run.training, routing=routing)
         # What the study recommends is written with its plan.
         candidate = dataclasses.replace(run.candidate, routing=routing)
@@ -116,7 +120,9 @@ def search_for(kind: Kind, searches: Sequence[PlanOptions], folder: Path) -> lis
     model = load(kind)
     found = []
     for options in searches:
-        name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
+        name = f"{options.cost}-{options.budget:g}"
+        if options.rounds:
+            name += f"-rounds-{options.rounds}"
         # Processes of one study may search the plans of one series.
         with locked(folder, wait=True):
             make_folder(folder)

@@ -78,10 +78,11 @@ class Question:
         """Raise a FolderTakenError if models in a folder were trained from other weights: they would be read again."""
         if answered is None:
             return
-        trained = [name for name, model in answered["models"].items() if model[_TRAINED] and name in self.models]
-        for name in trained:
-            before, now = ({"weights": model.get("weights")} for model in (answered["models"][name], self.models[name]))
-            changes = differences(before, now)
+        for name, model in answered["models"].items():
+            if not model[_TRAINED] or name not in self.models:
+                continue
+            before = {"weights": model.get("weights")}
+            changes = differences(before, {"weights": self.models[name].get("weights")})
             if changes:
                 raise FolderTakenError(
                     f"{str(folder)!r} has the model {name!r}, which was trained from other weights: restore these, or "
@@ -111,10 +112,14 @@ class Question:
         Args:
             report: As in `check`, which has found that the table answers this question.
         """
-        answered = answered_by(folder) if (folder / report).exists() else None
-        # A study that goes on with a table has all its models, and has not come to all of them yet.
-        in_table = set() if answered is None else answered["models"].keys()
-        models = {name: model for name, model in self.models.items() if name in {*names, *in_table}}
+        kept = {*names}
+        answered = None
+        if (folder / report).exists():
+            answered = answered_by(folder)
+        if answered is not None:
+            # A study that goes on with a table has all its models, and has not come to all of them yet.
+            kept.update(answered["models"])
+        models = {name: model for name, model in self.models.items() if name in kept}
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 
 
@@ -124,7 +129,8 @@ def _changes_of_model(before: Mapping[str, object], now: Mapping[str, object], f
     if trained:
         return trained
     if not now[_TRAINED]:
-        before, now = ({key: value for key, value in model.items() if key not in TRAINING} for model in (before, now))
+        before = {key: value for key, value in before.items() if key not in TRAINING}
+        now = {key: value for key, value in now.items() if key not in TRAINING}
     return differences(before, now, free_keys)
 
 

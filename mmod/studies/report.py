@@ -159,8 +159,10 @@ def write_study(
     epochs = study.dense.epochs
     # Where a trainer counts steps, there are no epochs to show.
     if epochs is not None:
-        before: float | None = epochs if comparison.train_dense else None
-        if before is None and comparison.train is not None:
+        before: float | None = None
+        if comparison.train_dense:
+            before = epochs
+        elif comparison.train is not None:
             before, _ = epochs_and_seconds(study.dense.model.checkpoint)
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
     told = study.kind.tell(study, table, runs, rows, facts)
@@ -177,7 +179,10 @@ def write_study(
     speedups = _speedups(study, table)
     lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
     shown = table_of(told.columns, [*lines, *told.last_rows])
-    summary = shown if told.summary is None else table_of(told.summary, lines)
+    summary = shown
+    if told.summary is not None:
+        summary = table_of(told.summary, lines)
+    measure = told.measure[:1].upper() + told.measure[1:]
     record = {
         "command": command,
         "config": dataclasses.asdict(study.config),
@@ -187,8 +192,8 @@ def write_study(
         "recommended": list(told.recommended),
         "summary": summary.rows,
         "code": "\n\n".join(told.code),
-        "title": f"{told.measure[:1].upper()}{told.measure[1:]} against {', '.join(told.axes.values())}",
-        "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
+        "title": f"{measure} against {', '.join(told.axes.values())}",
+        "points": [published(point) for point in points],
     }
     # Settings are shown where a browser points, and are no columns.
     noted = [
@@ -440,9 +445,12 @@ def _cheaper(table: Table, runs: Runs) -> list[str]:
 def hint(candidate: Candidate, row: Mapping[str, object]) -> str:
     """Return differences and settings of a model, the text that a browser shows at its point."""
     lines = [f"{name.replace('_', ' ')}: {row[name]}" for name in ("to_dense", "to_control") if row[name] is not None]
-    size = {} if candidate.image_size is None else {"image_size": candidate.image_size}
+    args = candidate.changes.get("model", {}).get("args", {})
+    parts = [candidate.routing or {}, *candidate.methods, args]
+    if candidate.image_size is not None:
+        parts.append({"image_size": candidate.image_size})
     settings = []
-    for part in (candidate.routing or {}, *candidate.methods, candidate.changes.get("model", {}).get("args", {}), size):
+    for part in parts:
         settings += [f"{name}: {value}" for name, value in part.items()]
     if settings:
         lines.append(", ".join(settings))
@@ -481,9 +489,10 @@ def flat(row: Mapping[str, object]) -> dict[str, object]:
     """Return a row with a column `NAME/FIELD` for every field of a difference."""
     columns: dict[str, object] = {}
     for name, value in row.items():
-        fields = dataclasses.asdict(value, dict_factory=published) if isinstance(value, Estimate) else {"": value}
-        # The field of a plain value has no name, which leaves a slash.
-        columns |= {f"{name}/{field}".rstrip("/"): number for field, number in fields.items()}
+        if isinstance(value, Estimate):
+            columns |= {f"{name}/{field}": number for field, number in published(value).items()}
+        else:
+            columns[name] = value
     return columns
 
 

@@ -18,6 +18,7 @@ from mmod.io.jobs import Runner
 from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
+from mmod.names import plural
 from mmod.studies.candidates import comparison_from, comparison_of, training_configs
 from mmod.studies.config import StudyConfig, naming_dense
 from mmod.studies.kind import Study, study_kind
@@ -25,7 +26,7 @@ from mmod.studies.kind_configs import TimmStudyConfig
 from mmod.studies.measure import Measurer, identity_of, starting_weights, times_of
 from mmod.studies.question import question_of
 from mmod.studies.rates import Rates, at_rates, best_rates, trials_of
-from mmod.studies.report import StudyResult, write_study
+from mmod.studies.report import StudyResult, listed, write_study
 from mmod.studies.runs import UNTUNED, Comparison, Run
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.kind import device_of
@@ -89,10 +90,14 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     question.check(comparison.folder)
     facts = study.kind.describe(study)
     rates = _rates_of(study)
-    trials = {} if rates is None else trials_of(runs, rates)
-    ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
-    rated = " besides runs that try learning rates" if trials else ""
-    runner.say(". ".join([f"{compared_models(comparison, runs)}{rated}{ahead}", *comparison.notes]))
+    models = compared_models(comparison, runs)
+    trials: list[Run] = []
+    if rates is not None:
+        trials += itertools.chain.from_iterable(trials_of(runs, rates).values())
+    if trials:
+        models += " besides runs that try learning rates"
+    ahead = training_ahead([*runs, *trials])
+    runner.say(". ".join([f"{models}{ahead}", *comparison.notes]))
     measurer = Measurer(study.measure, store, starting_weights(runs))
     table = Table(weigh=study.kind.weigh)
     if rates is not None:
@@ -145,13 +150,15 @@ def compared_models(comparison: Comparison, runs: Sequence[Run]) -> str:
     controls = len(comparison.candidates) - rows
     told = [f"{rows} models"]
     if controls:
-        told.append(f"{controls} {'control' if controls == 1 else 'controls'}")
+        told.append(f"{controls} {plural('control', controls)}")
     # The dense model that all start from is no row where it is then tuned as they are.
     if any(run.name == UNTUNED for run in runs):
         told.append("the dense model before fine-tuning")
-    text = " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
+    text = listed(told)
     seeds = len({run.seed for run in runs})
-    return text if seeds == 1 else f"{text}, each with {seeds} seeds"
+    if seeds > 1:
+        text += f", each with {seeds} seeds"
+    return text
 
 
 def training_ahead(runs: Sequence[Run]) -> str:
@@ -159,11 +166,11 @@ def training_ahead(runs: Sequence[Run]) -> str:
     left = [run for run in runs if run.is_trained and not is_finished(run.training.output)]
     if not left:
         return ""
-    text = f", {len(left)} {'run' if len(left) == 1 else 'runs'} to train"
+    text = f", {len(left)} {plural('run', len(left))} to train"
     epochs = sum(run.training.epochs or 0 for run in left)
     if not epochs:
         return text
-    text += f", of {epochs:g} {'epoch' if epochs == 1 else 'epochs'} in all"
+    text += f", of {epochs:g} {plural('epoch', epochs)} in all"
     # Runs that start from a finished one have its data, and about its model.
     checkpoint = left[0].training.model.checkpoint
     _, seconds = epochs_and_seconds(checkpoint)
@@ -172,9 +179,10 @@ def training_ahead(runs: Sequence[Run]) -> str:
     # Some may have begun, and some may run at once.
     samples = samples_of_epoch(checkpoint)
     work = sum((run.training.epochs or 0) * _share_of_epoch(run, samples) for run in left)
+    time = Bar.format_interval(seconds * work)
     return (
-        f"{text}: about {Bar.format_interval(seconds * work)} by the dense model's run, and besides that models are "
-        "loaded, evaluated before training, and timed"
+        f"{text}: about {time} by the dense model's run, and besides that models are loaded, evaluated before "
+        "training, and timed"
     )
 
 

@@ -56,8 +56,10 @@ AUDITS = extended(Audited)
 
 def record_of(config: RunConfig) -> dict[str, object]:
     """Return the options that the results depend on, as plain values."""
+    free = ["workers", "pin_memory"]
     # Captions are retrieved within a batch, so its size counts.
-    free = ("workers", "pin_memory", *(() if config.kind == "pairs" else ("batch_size",)))
+    if config.kind != "pairs":
+        free.append("batch_size")
     plain = config.to_dict()
     data = {name: value for name, value in plain["data"].items() if name not in free}
     return {name: plain[name] for name in ("model", "routing", "methods", "audit")} | {"data": data}

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from mmod.analysis import FlopReport, flops
 from mmod.analysis.counting import by_data
-from mmod.analysis.evaluations import check_classes
+from mmod.analysis.evaluations import check_classes, joined
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
 from mmod.analysis.tracing import draw_sample_maps
@@ -26,7 +26,6 @@ from mmod.audits.plots import draw_audit
 from mmod.audits.result import Audit
 from mmod.audits.run import audit
 from mmod.audits.shifts import SHIFTS
-from mmod.audits.tables import joined
 from mmod.config.parse import read_config
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
@@ -92,8 +91,11 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     refuse_unknown("shift of audit.shifts", options.shifts, list(SHIFTS))
     choices(conditions, None, has_reference=options.reference is not None)
     baselines = _baselines(config, options.baselines)
+    reference = None
+    if options.reference is not None:
+        reference = _dense(kind, options.reference)
     comparisons = Comparisons(
-        reference=None if options.reference is None else _dense(kind, options.reference),
+        reference=reference,
         baselines=baselines,
         others={name: read_set(kind, model, changes) for name, changes in options.others.items()},
         shifts={name: SHIFTS[name] for name in options.shifts},
@@ -154,12 +156,13 @@ def _evaluate(kind: Kind, model: nn.Module, batch: object) -> tuple[Tensor, Tens
 def _on_device(kind: Kind, batch: object) -> object:
     """Return a batch with its tensors on the model's device."""
     device = device_of(kind)
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+    return tree_map_only(Tensor, lambda leaf: leaf.to(device), batch)
 
 
 def _dense(kind: Kind, folder: str) -> nn.Module:
     """Return the dense model of a run folder."""
-    return load(kind_of(dataclasses.replace(kind.config.finished(folder), routing=None)))
+    config = dataclasses.replace(kind.config.finished(folder), routing=None)
+    return load(kind_of(config))
 
 
 def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
@@ -169,7 +172,8 @@ def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
         with torch.inference_mode():
             parts = [kind.evaluate(model, _on_device(kind, labelled.batch)) for labelled in batches]
         kept = kept_means(joined(parts))
-    return float(sum(cost(kind, model, kept).values()))
+    flops = cost(kind, model, kept)
+    return float(sum(flops.values()))
 
 
 def _counted(kind: Kind, model: nn.Module) -> FlopReport | None:
@@ -222,8 +226,10 @@ def _write(
         others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in baseline_costs.items())
         routed = by_part["routed"] / 1e6
         text += f"\nMFLOPs of a sample, as counted on these: this model {routed:.2f}, {others}.\n"
+    generated = None
     if generation is not None:
         text += f"\n{generation}\n"
+        generated = published(generation)
     write_atomically(folder / "audit.md", text)
     record = {
         "name": Path(kind.config.output).name,
@@ -232,7 +238,7 @@ def _write(
         "audit": report.to_dict(),
         "flops": by_part,
         "baseline_flops": baseline_costs,
-        "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
+        "generation": generated,
     }
     # Last, because a record says that the audit is finished.
     write_json(folder / "audit.json", record, indent=1)

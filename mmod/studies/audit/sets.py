@@ -104,9 +104,11 @@ def _of_conversations(kind: Any, model: nn.Module) -> Batches:
                 continue
             batch = collate(conversations)
             kinds = [chat.question_type for chat in conversations]
-            roles = roles_of(batch, collate.processor) if is_language_routed else {}
-            if roles:
-                roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)
+            roles = {}
+            if is_language_routed:
+                roles = roles_of(batch, collate.processor)
+                kind_B1 = np.asarray(kinds)[:, None]
+                roles[_QUESTION] = np.repeat(kind_B1, batch["input_ids"].shape[1], axis=1)
             yield LabelledBatch(batch, {_QUESTION: kinds}, roles)
 
     return Batches(make, -(-len(order) // size))
@@ -174,9 +176,12 @@ def regions_of(image: NDArray[Any], box: Box, grid: tuple[int, int]) -> NDArray[
     has_ink = torch.nn.functional.adaptive_max_pool2d(pixels, grid)[0] > 0
     left, top, right, bottom = box
     rows, columns = ((np.arange(count) + 0.5) * len(image) / count for count in grid)
-    is_object = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
+    in_rows = (rows >= top) & (rows < bottom)
+    in_columns = (columns >= left) & (columns < right)
     # By the middle of each patch for the box, and by any ink in it for clutter.
-    return np.where(is_object, "object", np.where(has_ink, "clutter", "background")).flatten()
+    is_object = in_rows[:, None] & in_columns
+    content = np.where(has_ink, "clutter", "background")
+    return np.where(is_object, "object", content).flatten()
 
 
 def roles_of(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.str_]]:
