@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, TypeVar, Union
 
@@ -16,6 +16,8 @@ from mmod.names import MANY, say_near, similar, with_hint
 from mmod.values import FINITE, Limit, Mistakes, brief, check_named, check_value, hints_of, limits_of
 
 Config = TypeVar("Config")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit | None = FINITE) -> Config:
@@ -187,6 +189,16 @@ def with_keys_in(group: str, config: object, message: str) -> str:
     cls: Any = type(config)
     names = "|".join(hints_of(cls))
     return re.sub(rf"(?<![\w./'\"])(?=(?:{names})\.\w)", f"{group}.", message)
+
+
+def without(values: Mapping[Key, Value], keys: Collection[object]) -> dict[Key, Value]:
+    """Return values by key, without those of some keys."""
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def without_none(values: Mapping[Key, Value | None]) -> dict[Key, Value]:
+    """Return values by key, without those that are None."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def without_nan(values: object) -> Any:

@@ -146,10 +146,17 @@ class Fronts:
                 hint += f"\n{mark.note}"
             add_hint(drawn, hint)
 
-    def name(self, figure: Figure) -> None:
-        """Name the front of each panel, and all series in a legend below them, as wide as the figure."""
+    def name(self, figure: Figure, note: str) -> None:
+        """Name the front of each panel, and all series in a legend below them, as wide as the figure.
+
+        Args:
+            note: Stands above the panels, with the models below the axis.
+        """
         from matplotlib.lines import Line2D
 
+        if self.lost:
+            note += f"; below the axis: {self.lost}"
+        figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
         handles = {_FRONT: Line2D([], [], color=INK, linewidth=2.2, alpha=0.35)}
         shown = {mark.series for mark in self.panels[0] if mark.score >= self.floor}
         for series in dict.fromkeys(mark.series for mark in self.panels[0]):
@@ -254,10 +261,7 @@ def draw_tradeoff(
         note = f"bars: standard deviation over {seeds} seeds"
     if any(map(_has_interval, rows)):
         note += "; bars: 95 % intervals of the difference to dense"
-    if fronts.lost:
-        note += f"; below the axis: {fronts.lost}"
-    figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
-    fronts.name(figure)
+    fronts.name(figure, note)
     return figure
 
 

@@ -20,6 +20,7 @@ from mmod.analysis.statistics import Estimate, pseudo_mean
 from mmod.audits.shifts import changed_images
 from mmod.audits.tables import BatchRows
 from mmod.io.tables import MarkdownTable, table_of
+from mmod.plain import without_none
 
 # Images are dealt out to so many groups by their number; each is left out once.
 _GROUPS = 50
@@ -109,7 +110,7 @@ def information_of(batches: Sequence[BatchRows]) -> dict[str, dict[str, Informat
         for known, all_kinds in names.items():
             facts[known] = information_in(count_kinds(_by_kind(batches, name, known, all_kinds)), all_kinds)
         # Facts that are the same for all tokens say nothing.
-        information[name] = {known: bits for known, bits in facts.items() if bits is not None}
+        information[name] = without_none(facts)
     return information
 
 

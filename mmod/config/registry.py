@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold, spelled
 from mmod.names import near_names
+from mmod.plain import without_none
 from mmod.values import brief, check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ def check_options(values: Mapping[str, object], valid: Sequence[str], fields: Ma
     """
     for name in [name for name in values if name not in valid]:
         parts = {field: values.get(field, fields.get(field)) for field in PARTS}
-        place = place_of(name, values[name], {field: value for field, value in parts.items() if value is not None})
+        place = place_of(name, values[name], without_none(parts))
         owners = [repr(owner) for owner in PRESETS if name in inspect.signature(PRESETS[owner]).parameters]
         if not place and owners:
             place = f"preset {' or '.join(owners)}"

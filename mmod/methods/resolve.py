@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmod.config import RoutingConfig, read_routing
+from mmod.plain import without_none
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def resolve_methods(
         routing: The config's `routing`, a routing of the parts that it names, applied last; None leaves a part dense.
         depths: Number of blocks by part, where it is known before the model is.
     """
-    short = {name: fields for name, fields in routing.items() if fields is not None}
+    short = without_none(routing)
     entries = list(listed)
     if short:
         entries.append({"kind": "routing", "parts": short})

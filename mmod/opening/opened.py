@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mmod.adapters import find_parts
+from mmod.plain import without_none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Preprocessing:
 
     def changed(self, **changes: object) -> Preprocessing:
         """Return it with other fields; None changes nothing."""
-        given = {name: value for name, value in changes.items() if value is not None}
+        given = without_none(changes)
         return dataclasses.replace(self, fields={**self.fields, **given})
 
     @property

@@ -20,6 +20,7 @@ from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import find_weights
 from mmod.opening.timm import published_classes
 from mmod.opening.weights import read_weights
+from mmod.plain import without
 from mmod.pretrained import load_pretrained
 from mmod.values import brief
 
@@ -89,7 +90,7 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
     check_complete(folder)
     check_weights(folder)
     # Loaded at the size of the weights, and resampled to another below.
-    fields = {name: value for name, value in named.items() if name != "image_size"}
+    fields = without(named, ("image_size",))
     model = _with_frozen_mask(_load(folder, made, loading, fields))
     if "image_size" in named:
         model = _at_size(model, config, folder)
@@ -118,7 +119,7 @@ def _with_frozen_mask(model: nn.Module) -> Any:
 
 def _of_wrapper(args: Mapping[str, object], described: Mapping[str, Any]) -> dict[str, object]:
     """Return the fields of the config of a wrapped model of timm, whose arguments are one field."""
-    further = {name: value for name, value in args.items() if name not in (*_LOADING, "num_classes")}
+    further = without(args, (*_LOADING, "num_classes"))
     fields = {name: args[name] for name in _LOADING if name in args}
     if "num_classes" in args:
         fields["num_labels"] = args["num_classes"]

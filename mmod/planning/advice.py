@@ -438,11 +438,7 @@ class Advice:
             title = f"{self.metric} to dense, in points"
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)
         tidy(axis, "both")
-        note = f"dotted: tolerance of {self.recommendations[0].limit}"
-        if fronts.lost:
-            note += f"; below the axis: {fronts.lost}"
-        figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
-        fronts.name(figure)
+        fronts.name(figure, f"dotted: tolerance of {self.recommendations[0].limit}")
         save_figure(figure, path, overwrite, dpi=150)
 
 

@@ -40,7 +40,7 @@ from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.methods import METHODS, read_method
 from mmod.methods.resolve import resolve_routing
 from mmod.opening.runs import RUN_CONFIG, find_run, read_run_config
-from mmod.plain import from_plain
+from mmod.plain import from_plain, without
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
 from mmod.studies.config import StudyConfig
@@ -193,7 +193,7 @@ def baseline(plain: Candidate, settings: Mapping[str, Any]) -> Candidate:
             del model["kind"]
             return dataclasses.replace(plain, changes=merged({"model": model}, plain.changes))
         return _from_scratch(plain, {"model": {"args": settings["args"]}})
-    method = {key: value for key, value in settings.items() if key != "routing"}
+    method = without(settings, ("routing",))
     settled = {key: value for key, value in method.items() if value != FIT}
     if read_method(settled).replaces:
         # A model from scratch is not routed: `routing` is refused.

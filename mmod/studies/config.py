@@ -20,7 +20,7 @@ from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
 from mmod.names import say_near, similar
 from mmod.opening.runs import RUN_CONFIG, find_run, find_weights
-from mmod.plain import from_plain
+from mmod.plain import from_plain, without
 from mmod.planning.candidate import FIT, TOLERANCE, Candidate, PlanOptions
 from mmod.training.kinds import config_class
 from mmod.values import Checked, check_value, refuse_unknown
@@ -203,7 +203,7 @@ class StudyConfig(Checked):
         """Yield the model of every series of `routers` at every budget that is run; a ValueError for a wrong one."""
         for series, fields in self.routers.items():
             if "budgets" in fields:
-                shared = {key: value for key, value in fields.items() if key != "budgets"}
+                shared = without(fields, ("budgets",))
                 # A series that names its budgets says what each of them sets.
                 for budget, differing in fields["budgets"].items():
                     if self._is_run(budget):
@@ -226,7 +226,7 @@ class StudyConfig(Checked):
             if budget is not None:
                 options = {**options, "budget": budget}
             return dataclasses.replace(plain, search=from_plain(PlanOptions, options, f"routers.{series}.search"))
-        parts = self.parts_in({key: value for key, value in fields.items() if key not in RUN_FIELDS})
+        parts = self.parts_in(without(fields, RUN_FIELDS))
         if capacity is not None:
             parts = {part: {**routing, "capacity": capacity} for part, routing in parts.items()}
         # A name that promises the method of a paper must keep it.
@@ -241,7 +241,7 @@ class StudyConfig(Checked):
         for series, budgets in self.baselines_by_series.items():
             for budget, fields in budgets.items():
                 if self._is_run(budget):
-                    settings = {name: value for name, value in fields.items() if name not in RUN_FIELDS}
+                    settings = without(fields, RUN_FIELDS)
                     yield self._candidate(series, budget, fields), settings
 
     def _candidate(self, series: str, budget: float | None, fields: Mapping[str, Any]) -> Candidate:

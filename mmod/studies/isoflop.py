@@ -27,6 +27,7 @@ from mmod.io.tables import Column, MarkdownTable, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.losses import auxiliary_loss
 from mmod.methods.base import deciding_together
+from mmod.plain import without
 from mmod.planning.candidate import Candidate
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.measure import Measurer, fit, rows_of
@@ -85,7 +86,7 @@ class Setting(NamedTuple):
 
     def row(self, rate: float, seeds: Mapping[int, Mapping[str, float]]) -> dict[str, object]:
         """Return its columns at a learning rate: the figures of every seed, and their means."""
-        facts = {name: value for name, value in self._asdict().items() if name not in ("candidate", "config")}
+        facts = without(self._asdict(), ("candidate", "config"))
         return {**facts, "rate": rate, "seeds": seeds, **means_over_seeds(seeds)}
 
 
@@ -250,7 +251,7 @@ def _write(config: IsoflopConfig, command: str, points: list[dict[str, object]],
     asked = {"command": command, "config": dataclasses.asdict(config)}
     record = {**asked, **facts, "points": points, "optima": least}
     record["title"] = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
-    rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
+    rows = [without(row, ("seeds",)) for row in points]
     text = write_outcome(folder, "isoflop", record, rows, told(points, minima), {"isoflop": draw(points)})
     runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
     return StudyResult(folder, points, points, text, [text], facts["cpu_seconds"])

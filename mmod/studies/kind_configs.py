@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from mmod.io.yaml import merged
+from mmod.plain import without_none
 from mmod.planning.candidate import FIT
 from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.values import check_value, one_of, refuse_unknown
@@ -207,7 +208,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
         data = {"root": self.images, "val_limit": self.limit, "train_limit": self.limit}
         # Published weights would be downloaded, and replaced at once.
         model = {} if self.checkpoint is None else {"checkpoint": self.checkpoint, "pretrained": False}
-        changes = {"data": {name: value for name, value in data.items() if value is not None}, "model": model}
+        changes = {"data": without_none(data), "model": model}
         return merged(super().fields_of_dense(fields), changes)
 
 

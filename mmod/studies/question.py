@@ -14,6 +14,7 @@ from typing import Any
 from mmod.io.files import write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.opening.runs import told_sums, weight_sums
+from mmod.plain import without
 from mmod.studies.measure import identity_of
 from mmod.studies.runs import Run
 from mmod.training.engine.config import TRAINING
@@ -129,8 +130,8 @@ def _changes_of_model(before: Mapping[str, object], now: Mapping[str, object], f
     if trained:
         return trained
     if not now[_TRAINED]:
-        before = {key: value for key, value in before.items() if key not in TRAINING}
-        now = {key: value for key, value in now.items() if key not in TRAINING}
+        before = without(before, TRAINING)
+        now = without(now, TRAINING)
     return differences(before, now, free_keys)
 
 

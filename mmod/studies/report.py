@@ -25,6 +25,7 @@ from mmod.analysis.table import (
 from mmod.analysis.timing import Spread, ratios, relative_times, say_kept
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
+from mmod.plain import without_none
 from mmod.planning.candidate import TOLERANCE, Candidate
 from mmod.planning.verdict import beside_controls
 from mmod.studies.kind import Facts, Runs, Study
@@ -356,7 +357,7 @@ def harm(table: Table, score: str, names: Sequence[str], tolerance: float = TOLE
     interval, that is what counts. Beside a dense model that fell, others that fell by at least as much are named.
     """
     gains = {name: gain(table, score, BEFORE, name) for name in names}
-    tuned = {name: value for name, value in gains.items() if value is not None}
+    tuned = without_none(gains)
     fallen = []
     how = "by more than chance explains"
     for name, value in tuned.items():

@@ -19,6 +19,7 @@ from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
 from mmod.names import plural
+from mmod.plain import without
 from mmod.studies.candidates import comparison_from, comparison_of, training_configs
 from mmod.studies.config import StudyConfig, naming_dense
 from mmod.studies.kind import Study, study_kind
@@ -62,7 +63,7 @@ def check_following(config: StudyConfig) -> None:
     if following is None:
         return
     # Dense models in `bases` are trained where they are missing; others of this study are not there yet.
-    named = {key: value for key, value in (config.then or {}).items() if key not in ("output", "bases")}
+    named = without(config.then or {}, ("output", "bases"))
     folder = Path(config.output).absolute()
     if not any(Path(text).absolute().is_relative_to(folder) for text in _texts_in(named)):
         comparison_of(following).checked_runs()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from mmod.config import AuditConfig
+from mmod.plain import without
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import extended
 
@@ -61,5 +62,5 @@ def record_of(config: RunConfig) -> dict[str, object]:
     if config.kind != "pairs":
         free.append("batch_size")
     plain = config.to_dict()
-    data = {name: value for name, value in plain["data"].items() if name not in free}
+    data = without(plain["data"], free)
     return {name: plain[name] for name in ("model", "routing", "methods", "audit")} | {"data": data}
