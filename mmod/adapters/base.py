@@ -301,10 +301,11 @@ class NamedArguments(CallForm, BlockCall):
             known = (*self.rows, *known, self.mask, self.index_argument)
         for name, value in arguments.items():
             if name not in known and has_tensors(value):
+                listed = ", ".join(filter(None, known)) or "none"
                 raise ValueError(
                     f"a block got {name!r}, of which no trial showed how it goes with the tokens or images that are "
-                    f"kept; known are {', '.join(filter(None, known)) or 'none'}. Leave it out, or apply the method "
-                    "with tokens=mmod.Tokens(example=...) that has it"
+                    f"kept; known are {listed}. Leave it out, or apply the method with "
+                    "tokens=mmod.Tokens(example=...) that has it"
                 )
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:

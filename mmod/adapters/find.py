@@ -68,9 +68,10 @@ def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:
         tokens = None
         # Of an iterator, the first batch would be missing afterwards. Other things are refused by the function.
         can_begin = isinstance(batches, Iterable) and not isinstance(batches, (str, Tensor, Mapping, Iterator))
-        if can_begin and isinstance(model, nn.Module) and find_library(model) is None and not is_declared(model):
+        is_own = isinstance(model, nn.Module) and find_library(model) is None
+        if can_begin and is_own and not is_declared(model):
             if isinstance(batches, Sequence):
-                image = batches[0] if batches else None
+                image = next(iter(batches), None)
             else:
                 batches = begun = _Begun(batches)
                 image = begun.first
@@ -98,7 +99,7 @@ class _Begun:
         self._batches = batches
         begun = iter(batches)
         batch = list(itertools.islice(begun, 1))
-        self.first = batch[0] if batch else None
+        self.first = next(iter(batch), None)
         self._begun: Iterator[object] | None = itertools.chain(batch, begun)
 
     def __iter__(self) -> Iterator[object]:

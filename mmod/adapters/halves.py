@@ -59,15 +59,17 @@ class Branches:
             block: A block of the kind that was tried.
             dim: Channels of a token.
         """
+        silence = partial(return_zeros, dim, None)
         silent_attention: dict[str, ModuleRunner] = dict.fromkeys(self.idle_attention, return_input)
+        silent_attention |= dict.fromkeys(self.silent_attention, silence)
         silent_mlp: dict[str, ModuleRunner] = dict.fromkeys(self.idle_mlp, return_input)
-        others = self.attention_in_tuple - 1 if self.attention_in_tuple else None
-        for name in self.silent_attention:
+        silent_mlp |= dict.fromkeys(self.silent_mlp, silence)
+        tuples: tuple[str, ...] = ()
+        if self.attention_in_tuple:
+            tuples = ("attention",)
+        if self.attention_in_tuple and self.attention in self.silent_attention:
             # Of the modules of a branch, the attention alone returns a tuple.
-            beside = others if name == self.attention else None
-            silent_attention[name] = partial(return_zeros, dim, beside)
-        for name in self.silent_mlp:
-            silent_mlp[name] = partial(return_zeros, dim, None)
+            silent_attention[self.attention] = partial(return_zeros, dim, self.attention_in_tuple - 1)
         operators = {"attention": self.attention, "mlp": self.mlp}
         halves = None
         if self.halves:
@@ -75,7 +77,7 @@ class Branches:
             halves = SilencedHalves(silent_attention, silent_mlp, required, self.fed, self.attends_twice)
         return {
             "operators": {operator: name for operator, name in operators.items() if name},
-            "tuples": ("attention",) if self.attention_in_tuple else (),
+            "tuples": tuples,
             "halves": halves,
         }
 
@@ -127,8 +129,10 @@ def shapes_inside(block: nn.Module, x: Tensor, arguments: Arguments, names: Sequ
     search = _Search(block, x, arguments, ())
     shapes: list[object] = list(search.attended)
     for name in names:
-        output = search.outputs.get(name)
-        shapes.append(None if output is None else output.got)
+        shape = None
+        if name in search.outputs:
+            shape = search.outputs[name].got
+        shapes.append(shape)
     return shapes
 
 
@@ -166,7 +170,9 @@ class _Search:
         torch.default_generator.manual_seed(0)
         with _replacing(self.block, replaced):
             output = self.block(x_BND, **arguments, **missing)
-        tokens: Tensor = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            output = output[0]
+        tokens: Tensor = output
         return tokens
 
     def attempt(self, replaced: Mapping[str, _Replacement], *options: Any) -> Tensor | None:
@@ -192,7 +198,9 @@ class _Search:
             handle.remove()
         self.attended = [attended.shape for attended in seen]
         for number, attended in enumerate(seen):
-            around = self.around_cross if number in self.cross else self.around_attention
+            around = self.around_attention
+            if number in self.cross:
+                around = self.around_cross
             around += attended.modules
 
     def _keep(self, name: str, stack: list[str]) -> Callable[..., None]:
@@ -266,11 +274,17 @@ class _Search:
         output = self.outputs[attention]
         is_attention = attention in self.around_attention and attention not in self.around_cross
         # Rows that are read elsewhere too cannot be those of kept tokens while the block runs on all.
-        can_skip_attention = is_attention and self._takes_tokens(attention) and not {*rows} & {*fed}
+        if not is_attention or not self._takes_tokens(attention) or {*rows} & {*fed}:
+            attention = ""
+        if not self._takes_tokens(mlp):
+            mlp = ""
+        in_tuple = 0
+        if output.others is not None:
+            in_tuple = output.others + 1
         return Branches(
-            attention=attention if can_skip_attention else "",
-            attention_in_tuple=0 if output.others is None else output.others + 1,
-            mlp=mlp if self._takes_tokens(mlp) else "",
+            attention=attention,
+            attention_in_tuple=in_tuple,
+            mlp=mlp,
             silent_attention=_named(silent_attention, zero=True),
             idle_attention=_named(silent_attention, zero=False),
             silent_mlp=_named(silent_mlp, zero=True),
@@ -368,4 +382,5 @@ def is_close(actual: Tensor, expected: Tensor) -> bool:
     """Return whether two outputs of a trial are the same, up to rounding."""
     if actual.shape != expected.shape:
         return False
-    return bool(torch.allclose(actual, expected, atol=TOLERANCE * float(expected.abs().max()), rtol=0.0))
+    largest = float(expected.abs().max())
+    return torch.allclose(actual, expected, atol=TOLERANCE * largest, rtol=0.0)

@@ -57,7 +57,7 @@ class Head:
         stand_ins: dict[str, nn.Module] = {name: _HandsOn(model.get_submodule(name), x_BND) for name in self.ahead}
         stand_ins |= behind
         block_list: Any = model.get_submodule(self.blocks)
-        handing_on = _HandsOn(block_list[0], (x_BND, None) if self.in_tuple else x_BND)
+        handing_on = _HandsOn(block_list[0], _as_block(x_BND, self.in_tuple))
         inner: Any = nn.ModuleList([handing_on])
         if isinstance(block_list, nn.Sequential):
             inner = nn.Sequential(handing_on)
@@ -104,7 +104,8 @@ class HeadCopy(Added):
         """
         behind = {name: self.get_submodule(_inside(name)) for name in self.mod_head.behind}
         output = self.mod_head.run(behind, x_BND, args, kwargs)
-        if not isinstance(logits_of(output), Tensor) or (isinstance(output, tuple) and len(output) > 1):
+        has_others = isinstance(output, tuple) and len(output) > 1
+        if has_others or not isinstance(logits_of(output), Tensor):
             raise ValueError("early exit supports heads with one output: call model.set_distilled_training(False)")
         return output
 
@@ -146,10 +147,18 @@ def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> objec
     for name, value in vars(module).items():
         if name == "forward":
             continue
-        is_hooks = isinstance(value, dict) and "_hooks" in name
-        vars(clone)[name] = type(value)() if is_hooks else value
+        if isinstance(value, dict) and "_hooks" in name:
+            value = type(value)()
+        vars(clone)[name] = value
     vars(clone)["_modules"] = {**module._modules, **replaced}
     return clone
+
+
+def _as_block(x_BND: Tensor, in_tuple: bool) -> Any:
+    """Return tokens as the model's blocks return them."""
+    if in_tuple:
+        return x_BND, None
+    return x_BND
 
 
 def logits_of(output: object) -> Any:
@@ -214,7 +223,7 @@ class _Trial:
     def _pass_on(self, x: Tensor, *args: object, **kwargs: object) -> Any:
         """Run instead of each block: return its tokens, and keep them."""
         self.x = x
-        return (x, None) if self.in_tuple else x
+        return _as_block(x, self.in_tuple)
 
     def _note(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[object, ...]) -> None:

@@ -68,13 +68,16 @@ def _facts_of_timm(model: nn.Module) -> ImageFacts:
     """Return the facts of a timm model, or of a class that names its attributes as timm does."""
     classes = getattr(model, "num_classes", None)
     described = getattr(model, "pretrained_cfg", None) or {}
-    head: str | tuple[str, ...] = described.get("classifier") or "head"
+    heads = described.get("classifier") or "head"
     # Distilled models have two.
-    heads = (head,) if isinstance(head, str) else head
+    if isinstance(heads, str):
+        heads = (heads,)
     patch_embed = getattr(model, "patch_embed", None)
     projection = getattr(patch_embed, "proj", None)
     usual = getattr(patch_embed, "img_size", None)
-    is_strict = getattr(patch_embed, "strict_img_size", True)
+    size = None
+    if isinstance(usual, tuple) and getattr(patch_embed, "strict_img_size", True):
+        size = usual
     channels = None
     if isinstance(projection, nn.Conv2d):
         channels = projection.in_channels
@@ -83,7 +86,7 @@ def _facts_of_timm(model: nn.Module) -> ImageFacts:
         names=_numbered(described.get("label_names"), classes),
         head=tuple(f"{name}." for name in heads),
         channels=channels,
-        size=usual if is_strict and isinstance(usual, tuple) else None,
+        size=size,
         usual=_sides(usual),
         patch=_sides(getattr(patch_embed, "patch_size", None)),
         pads=bool(getattr(patch_embed, "dynamic_img_pad", False)),
@@ -116,15 +119,17 @@ def _facts_of_transformers(model: Any) -> ImageFacts:
         head = tuple(f"timm_model.{name}" for name in inner.head)
         return dataclasses.replace(inner, classes=classes, names=names, head=head)
     vision = getattr(config, "vision_config", config)
-    # Embeddings without this argument interpolate their positions for any size.
-    is_strict = any("interpolate_pos_encoding" in parameters_of(module) for module in model.modules())
     usual = _sides(getattr(vision, "image_size", None))
+    size = None
+    # Embeddings without this argument interpolate their positions for any size.
+    if any("interpolate_pos_encoding" in parameters_of(module) for module in model.modules()):
+        size = usual
     return ImageFacts(
         classes=classes,
         names=names,
         head=tuple(f"{name}." for name, _ in model.named_children() if "classifier" in name),
         channels=getattr(vision, "num_channels", None),
-        size=usual if is_strict else None,
+        size=size,
         usual=usual,
         patch=_sides(getattr(vision, "patch_size", None)),
     )
@@ -158,8 +163,7 @@ def tensor_of(model: nn.Module, output: object, part: str) -> Tensor:
     value = output
     if isinstance(output, (tuple, list)):
         # open_clip returns features of images, then those of texts.
-        number = 1 if part == "text" else 0
-        value = output[number]
+        value = output[int(part == "text")]
     elif isinstance(output, Mapping):
         features = (f"{part}_embeds", f"{part}_features", "pooler_output", "last_hidden_state")
         held = [output[name] for name in ("logits", *features) if isinstance(output.get(name), Tensor)]
@@ -226,10 +230,10 @@ def watch_grid(model: nn.Module) -> Iterator[SeenGrid]:
     """
     seen = SeenGrid()
     stack = image_stack(model)
-    source = None if stack is None else stack.grid
-    if source is None:
+    if stack is None or stack.grid is None:
         yield seen
         return
+    source = stack.grid
 
     def keep(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         seen.grid = source.read(output)

@@ -62,9 +62,10 @@ def find_parts(model: Any) -> dict[str, Part]:
         return {"image": functools.partial(_image_tower, model)}
     if isinstance(model, (transformer.TextTransformer, HFTextEncoder)):
         return {"text": functools.partial(_text_tower, model)}
+    supported = ", ".join(model_class.__name__ for model_class in MODELS)
     raise ValueError(
-        f"cannot route open_clip's {type(model).__name__}: supported are {', '.join(m.__name__ for m in MODELS)}, and "
-        "their towers VisionTransformer, TimmModel and TextTransformer"
+        f"cannot route open_clip's {type(model).__name__}: supported are {supported}, and their towers "
+        "VisionTransformer, TimmModel and TextTransformer"
     )
 
 
@@ -128,18 +129,21 @@ def _call_of(
     # Adapters of peft hold the attention.
     attention: Any = getattr(block.attn, "base_layer", block.attn)
     multihead = isinstance(attention, nn.MultiheadAttention)
-    # The bias of a norm after attention makes a zero output nonzero.
-    plain = isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
     branches = Branches(
-        attention="attn" if plain else "",
+        attention="attn",
         attention_in_tuple=2 if multihead else 0,
         mlp="mlp",
-        silent_attention=("attn",) if plain else ("ln_attn",),
-        idle_attention=("ln_1",) if plain else ("ln_1", "attn"),
+        silent_attention=("attn",),
+        idle_attention=("ln_1",),
         silent_mlp=("mlp",),
         idle_mlp=("ln_2",),
         halves=True,
     )
+    if not isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity):
+        # The bias of a norm after attention makes a zero output nonzero.
+        branches = dataclasses.replace(
+            branches, attention="", silent_attention=("ln_attn",), idle_attention=("ln_1", "attn")
+        )
     return ClipBlock(
         **branches.options(block, dim),
         mask="attn_mask",

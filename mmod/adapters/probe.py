@@ -148,9 +148,10 @@ class _Watch(TorchFunctionMode):
             boundaries = ""
             if isinstance(x, Tensor):
                 boundaries = boundaries_of(arguments, x)
-            # Empty for tokens that come by their place.
-            tokens = "" if args else name
-            self.calls.append(_Call(x, arguments, tokens, boundaries))
+            if args:
+                # Tokens come by their place.
+                name = ""
+            self.calls.append(_Call(x, arguments, name, boundaries))
             if is_last or not boundaries:
                 raise _Reached
             self._output = x.clone()
@@ -231,9 +232,10 @@ def first_that_runs(
         except Exception as error:
             shapes = []
             for name, value in inputs.items():
+                if _is_positional(name):
+                    name = "input"
                 if isinstance(value, Tensor):
-                    title = "input" if _is_positional(name) else name
-                    shapes.append(f"{title} {tuple(value.shape)}")
+                    shapes.append(f"{name} {tuple(value.shape)}")
             reasons.append(f"{', '.join(shapes)}: {error}")
     return None, "; ".join(reasons[:2]) or "nothing that it takes is known"
 
@@ -475,8 +477,9 @@ def _packed_patches(model: Any) -> dict[str, object]:
     mask = torch.ones(2, side * side, dtype=torch.long)
     shapes = torch.tensor([[side, side]] * 2)
     arguments = {"pixel_values": values, "spatial_shapes": shapes}
-    names = parameters_of(model)
-    name = "pixel_attention_mask" if "pixel_attention_mask" in names else "attention_mask"
+    name = "attention_mask"
+    if "pixel_attention_mask" in parameters_of(model):
+        name = "pixel_attention_mask"
     return {**arguments, name: mask}
 
 

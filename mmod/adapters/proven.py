@@ -74,6 +74,9 @@ def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = No
         form["rows"] = (*proof.rows, WINDOWS)
     # Modules of transformers share a config, which a user may change after routing: it is read in each pass.
     configs = [getattr(module, "config", None) for module in block.modules()]
+    inner: type[Mixin] = InterceptedBlock
+    if proof.layout in ("flat", "bare"):
+        inner = FlatBlock
     return NamedArguments(
         **form,
         **proof.options(block, proof.dim),
@@ -82,10 +85,7 @@ def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = No
         sequence=sequence,
         # A host that takes the index of tokens passes none for all of them.
         narrows_always=bool(proof.index_argument),
-        shell=Shell(
-            outer=next(iter(outer_mixins(proof).values()), None),
-            inner=FlatBlock if proof.layout in ("flat", "bare") else InterceptedBlock,
-        ),
+        shell=Shell(outer=next(iter(outer_mixins(proof).values()), None), inner=inner),
     )
 
 
@@ -104,7 +104,12 @@ def stack_of(proof: Proof, model: nn.Module, host: str) -> BlockStack:
     """Return the proven blocks of a model; `host` is as in `BlockStack`."""
     block_list: Any = model.get_submodule(proof.blocks)
     calls = PerThread(StackCalls)
-    windows = SequenceImages(calls) if proof.windows else None
+    if proof.suffix:
+        # Tokens at the end are brought to the front around each block, so blocks cannot pass on rows.
+        host = ""
+    windows = None
+    if proof.windows:
+        windows = SequenceImages(calls)
     grid = None
     if proof.projection:
         try:
@@ -122,8 +127,7 @@ def stack_of(proof: Proof, model: nn.Module, host: str) -> BlockStack:
         call_of=lambda block, config: call_of(proof, block, windows),
         calls=calls,
         class_token=proof.prefix > 0,
-        # Tokens at the end are brought to the front around each block, so blocks cannot pass on rows.
-        host="" if proof.suffix else host,
+        host=host,
         grid=grid,
         windows=windows,
         proof=proof,

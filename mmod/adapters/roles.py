@@ -18,6 +18,7 @@ from mmod.adapters.base import has_tensors
 from mmod.adapters.probe import BlockInputs
 from mmod.adapters.proven import Proof
 from mmod.blocks import MASKS
+from mmod.plain import without
 
 # Arguments that take the index of tokens which are not all of them.
 INDEX_ARGUMENTS = ("position_mask",)
@@ -57,7 +58,7 @@ def roles_of(base: Proof, inputs: BlockInputs) -> Iterator[Proof]:
     tokens = inputs.x_BND.shape[1]
     lengths = {tokens: 0, tokens - inputs.seen.prefix: inputs.seen.prefix}
     arguments = {name: value for name, value in inputs.arguments.items() if has_tensors(value)}
-    others = {name: value for name, value in arguments.items() if name not in (base.mask, base.index_argument)}
+    others = without(arguments, (base.mask, base.index_argument))
     options = [_possible_roles(value, base, lengths) for value in others.values()]
     numbers = itertools.product(*(range(len(roles)) for roles in options))
     for chosen in itertools.islice(sorted(numbers, key=sum), _ROLES):
@@ -70,7 +71,7 @@ def roles_of(base: Proof, inputs: BlockInputs) -> Iterator[Proof]:
             rows=tuple(name for name, role in roles.items() if role.rows),
             images=tuple(name for name, role in roles.items() if role.images),
             shared=tuple(name for name, role in roles.items() if not role.rows and not role.images),
-            rope_prefix=prefixes.pop() if prefixes else 0,
+            rope_prefix=max(prefixes, default=0),
         )
 
 
@@ -95,17 +96,20 @@ def _possible_roles(value: object, base: Proof, lengths: Mapping[int, int]) -> l
     before. One sequence has one candidate.
     """
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]
-    of_images = not base.boundaries and all(len(leaf) == 2 for leaf in leaves)
     roles: list[_Role] = []
-    readings = (True, False) if of_images else (False,)
+    readings = [False]
+    if not base.boundaries and all(len(leaf) == 2 for leaf in leaves):
+        readings = [True, False]
     for images in readings:
         unchanged = _Role(False, images)
         prefix = _missing_rows(value, images, base.layout, lengths)
         if prefix is None:
             roles.append(unchanged)
             continue
-        in_rows = _Role(True, images, prefix)
-        roles += [in_rows, unchanged] if base.boundaries else [unchanged, in_rows]
+        likely = [unchanged, _Role(True, images, prefix)]
+        if base.boundaries:
+            likely.reverse()
+        roles += likely
     return roles
 
 

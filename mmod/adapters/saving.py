@@ -38,8 +38,10 @@ class Saving:
     def check_description(self, description: object) -> None:
         """Check a description from an untrusted file."""
         if not isinstance(description, Mapping) or set(description) != set(self.keys):
-            keys = sorted(map(str, description)) if isinstance(description, Mapping) else repr(description)
-            raise ValueError(f"a saved {self.package} model is described by {', '.join(self.keys)}, got {keys}")
+            got = repr(description)
+            if isinstance(description, Mapping):
+                got = str(sorted(map(str, description)))
+            raise ValueError(f"a saved {self.package} model is described by {', '.join(self.keys)}, got {got}")
         self.check(description)
 
 

@@ -34,6 +34,7 @@ from mmod.adapters.saving import Saving, check_keys, parameters
 from mmod.blocks import Arguments, GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
 from mmod.ops.context import ProjectionName
+from mmod.plain import without
 
 PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
 POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm)
@@ -121,8 +122,10 @@ def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
     attention_calls = 0
     for name, module in attentions.items():
         projections += projections_of(name, module)
-        # Differential attention subtracts two maps, from two calls.
-        attention_calls += 2 if isinstance(module, DiffAttention) else 1
+        attention_calls += 1
+        if isinstance(module, DiffAttention):
+            # It subtracts two maps, from two calls.
+            attention_calls += 1
     operators = {}
     fused_norm = "in_norm"
     if isinstance(block, PRE_NORM):
@@ -131,9 +134,12 @@ def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
     norm = getattr(block, fused_norm, None)
     if norm is None or host_class(norm) not in PLAIN_NORMS:
         fused_norm = ""
+    mask = "attn_mask"
+    if "shared_rel_pos_bias" in parameters:
+        mask = "shared_rel_pos_bias"
     return NamedArguments(
         parameters=parameters,
-        mask="shared_rel_pos_bias" if "shared_rel_pos_bias" in parameters else "attn_mask",
+        mask=mask,
         rows=rows,
         rope_prefix=rope_prefix,
         fused=bool(attentions) and all(module.fused_attn for module in attentions.values()),
@@ -173,7 +179,7 @@ def describe(model: nn.Module, architecture: str | Mapping[str, object] | None =
     if hasattr(model, "dense_entry"):
         # A routed entry of timm's registry: its routing is saved separately, and the model as the dense one.
         name = model.dense_entry
-        arguments = {key: value for key, value in arguments.items() if key not in ROUTING_ARGUMENTS}
+        arguments = without(arguments, ROUTING_ARGUMENTS)
     return {"architecture": name, "arguments": arguments, "pretrained_cfg": cfg}
 
 

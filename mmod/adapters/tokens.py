@@ -154,7 +154,9 @@ def _on_cpu() -> AbstractContextManager[object]:
     """Return a context for trials: libraries build models on the meta device, where nothing could be compared."""
     cpu = torch.device("cpu")
     # A device context costs more than a trial's sums.
-    return nullcontext() if torch.get_default_device() == cpu else cpu
+    if torch.get_default_device() == cpu:
+        return nullcontext()
+    return cpu
 
 
 def _settings_of_all(blocks: Iterable[nn.Module]) -> tuple[object, ...]:

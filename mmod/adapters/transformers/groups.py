@@ -18,13 +18,12 @@ from mmod.adapters.transformers.generation import PromptPart, Running, refuse_tr
 from mmod.adapters.transformers.images import (
     IMAGE,
     IMAGES,
-    KINDS,
     LAYOUT,
     VIDEO,
     Frames,
     ImageTokens,
     checked_mask,
-    pixels_of,
+    has_pixels,
 )
 from mmod.adapters.transformers.layers import GROUPS
 from mmod.adapters.transformers.structure import (
@@ -114,8 +113,9 @@ class GroupReader:
         self.language = config.language
         # p-MoD's skipped tokens are image tokens.
         images_only = entry is not text or bool(self.images.ids) or config.skipped == "scale"
-        tokens = self.language.tokens or ("image" if images_only else "all")
-        self.tokens = "all" if tokens == "all" else "image"
+        self.tokens = "image"
+        if self.language.tokens == "all" or not (self.language.tokens or images_only):
+            self.tokens = "all"
         self._check_tokens(entry, plain)
         self._check_parallel()
         self.image_reader = self._reader_of(entry)
@@ -133,8 +133,9 @@ class GroupReader:
                 f"original LLaVA, and pass {IMAGES} with inputs_embeds; or let text be skipped too, with "
                 "language={'tokens': 'all'}"
             )
-        capacity = self.config.capacity
-        capacities = capacity if isinstance(capacity, tuple) else (capacity,)
+        capacities = self.config.capacity
+        if not isinstance(capacities, tuple):
+            capacities = (capacities,)
         if self.tokens == "all" and 0 in capacities:
             raise ValueError("capacity 0 is for image tokens: with tokens='all' it must be in (0, 1]")
         if self.language.positions == "compact" and not plain:
@@ -314,7 +315,7 @@ class GroupReader:
         importance = None
         if self.image_reader is not None:
             importance = functools.cache(functools.partial(self._values, inputs, kind_BN, self.image_reader))
-            if inputs.part is not None and _has_pixels(inputs.part.prompt.layout):
+            if inputs.part is not None and has_pixels(inputs.part.prompt.layout):
                 # The first part of a prompt may have no image tokens, and the notes of the tower end with the pass.
                 importance()
         return groups._replace(causal=structure.causal, importance=importance, earlier_BN=earlier_BN)
@@ -326,7 +327,7 @@ class GroupReader:
         and where the prompt is read in chunks. So the first of these notes the values of the whole prompt.
         """
         part = inputs.part
-        if part is None or _has_pixels(inputs.arguments):
+        if part is None or has_pixels(inputs.arguments):
             return reader.values_of(inputs.module, kind_BN, inputs.arguments)
         prompt = part.prompt
         if prompt.value_BN is None:
@@ -412,8 +413,10 @@ class GroupReader:
         numbers = [number_of(layer) for layer in layers if not gets_keys(layer)]
         cached = config.num_hidden_layers
         if cache is not None:
-            grows = getattr(cache, "layer_class_to_replicate", None) is not None
-            cached = max(numbers) + 1 if grows else len(getattr(cache, "layers", numbers))
+            cached = len(getattr(cache, "layers", numbers))
+            if getattr(cache, "layer_class_to_replicate", None) is not None:
+                # It grows with the layers that use it.
+                cached = max(numbers) + 1
         kinds = list(getattr(config, "layer_types", None) or [""] * cached)[:cached]
         fits = len(set(numbers)) == len(numbers) and max(numbers) < len(kinds)
         # The host makes each kind of mask by the kind's first cache layer, and gives a layer that of its index.
@@ -448,7 +451,3 @@ def group_reader(model: nn.Module) -> GroupReader | None:
     """Return what finds the tokens that layers of a model may skip; None if nothing in it does."""
     readers = (getattr(hook.before, "__self__", None) for hook in model_hooks(model))
     return next((reader for reader in readers if isinstance(reader, GroupReader)), None)
-
-
-def _has_pixels(arguments: Arguments) -> bool:
-    return any(pixels_of(arguments, name) is not None for name in KINDS)

@@ -136,7 +136,7 @@ class ImageTokens:
         first_BN = first_BN | (loose_BN & _begins(kind_BN, segment_BN))
         # A run at the beginning may continue a cached frame, unless the features of all images are passed.
         begins_BN = loose_BN & valid_BN & (valid_BN.cumsum(1) == 1)
-        complete = any(pixels_of(arguments, name) is not None for name in _PIXELS) or not bool(begins_BN.any())
+        complete = has_pixels(arguments) or not bool(begins_BN.any())
         return Frames(first_BN, apart_BN, complete)
 
     def earlier(self, arguments: Arguments, kind_BN: Tensor, images: bool, segment_BN: Tensor | None = None) -> Tensor:
@@ -200,6 +200,11 @@ class ImageTokens:
 def pixels_of(arguments: Arguments, name: str) -> Tensor | None:
     """Return the pixels of images or videos; None without any."""
     return next((arguments[key] for key in _PIXELS[name] if arguments.get(key) is not None), None)
+
+
+def has_pixels(arguments: Arguments) -> bool:
+    """Return whether a call gets the pixels of images or videos."""
+    return any(pixels_of(arguments, name) is not None for name in KINDS)
 
 
 def _begins(kind_BN: Tensor, segment_BN: Tensor | None) -> Tensor:

@@ -197,8 +197,11 @@ def _check_depth(model: nn.Module) -> None:
         if not isinstance(layers, nn.ModuleList) or not any(isinstance(layer, _LAYERS) for layer in layers):
             continue
         config = getattr(model.get_submodule(name.rpartition(".")[0]), "config", None)
-        # A module that repeats layers stands for all that it replaces.
-        count = sum(layer.mod_dense_blocks if isinstance(layer, Deciding) else 1 for layer in layers)
+        count = len(layers)
+        for layer in layers:
+            if isinstance(layer, Deciding):
+                # A module that repeats layers stands for all that it replaces.
+                count += layer.mod_dense_blocks - 1
         # A predictor behind an encoder, for one, has a field of its own.
         settings = {} if config is None else vars(config)
         fields = {key: value for key, value in settings.items() if key.endswith("num_hidden_layers")}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.tokens import remember
-from mmod.adapters.transformers.images import KINDS, pixels_of
+from mmod.adapters.transformers.images import KINDS, has_pixels, pixels_of
 from mmod.blocks import (
     Arguments,
     ImportanceState,
@@ -87,7 +87,7 @@ class TowerReader:
 
     def drop_before(self, module: nn.Module, arguments: Arguments) -> None:
         """Drop what was noted before, if this call runs the tower; `generate` may run it before any pass."""
-        if any(pixels_of(arguments, name) is not None for name in KINDS):
+        if has_pixels(arguments):
             self.forget()
 
     def drop_behind(self, module: nn.Module, arguments: Arguments, output: object) -> None:

@@ -62,11 +62,13 @@ def row_source(tower: nn.Module, windows: bool) -> RowSource | None:
     cuts = [module for module in tower.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
     if GRIDS not in parameters or not cuts or (side is None and "merge_sizes" not in parameters):
         return None
-    # The order of windows is known where the tower's code asks transformers' function for it.
-    code = inspect.unwrap(host_class(tower).forward).__code__
-    if windows and get_vision_window_index.__name__ not in code.co_names:
-        return None
-    order = window_order if windows else None
+    order = None
+    if windows:
+        # The order of windows is known where the tower's code asks transformers' function for it.
+        code = inspect.unwrap(host_class(tower).forward).__code__
+        if get_vision_window_index.__name__ not in code.co_names:
+            return None
+        order = window_order
     return RowSource(tower, next(iter(parameters)), side, cuts[0].in_channels, order)
 
 
