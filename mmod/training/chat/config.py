@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.methods.resolve import resolve_methods
 from mmod.opening.runs import check_source, model_folder
+from mmod.plain import without
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.training.engine.groups import check_warmup
 from mmod.values import Checked, check_value
@@ -242,7 +243,7 @@ class TrainConfig(RunConfig):
     def with_pixels(self, size: Mapping[str, int]) -> TrainConfig:
         """Return the config whose processor limits the pixels of an image; see `pixel_limits_of`."""
         # Their older names, which would be taken instead.
-        kept = {name: value for name, value in self.model.processor_args.items() if name not in _PIXELS}
+        kept = without(self.model.processor_args, _PIXELS)
         model = dataclasses.replace(self.model, processor_args={**kept, "size": dict(size)})
         return dataclasses.replace(self, model=model)
 

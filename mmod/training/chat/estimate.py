@@ -25,6 +25,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import capacities, is_routed, routed_blocks
+from mmod.plain import without
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.preflight import check_start, step_samples, steps_of
 from mmod.training.chat.start import create_with_processor, router_parameters
@@ -97,7 +98,7 @@ class ChatEstimate(RunEstimate):
 def estimate(kind: Any) -> ChatEstimate:
     """Count what a run would cost from shapes and some of the data, without weights."""
     config: TrainConfig = kind.config
-    trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
+    trainer = without(config.trainer, _DEVICES)
     arguments = training_arguments(replace(config, trainer=trainer))
     check_files(config.data)
     model, processor = create_with_processor(config, on_meta=True)
@@ -109,7 +110,8 @@ def estimate(kind: Any) -> ChatEstimate:
     check_start(config, arguments, processor.tokenizer, train, val)
 
     # Evenly over the data, since files are often sorted.
-    indices = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
+    count = min(_SAMPLES, len(train))
+    indices = np.linspace(0, len(train) - 1, count).astype(int)
     samples = [collator([train[int(index)]]) for index in indices]
     lengths = [sample["input_ids"].shape[1] for sample in samples]
     tokens = round(mean(lengths))
@@ -152,8 +154,10 @@ def estimate(kind: Any) -> ChatEstimate:
 
     kept_shares: dict[str, float | None] = {}
     for name, block in blocks.items():
+        kept_shares[name] = None
         # What a threshold keeps depends on the data.
-        kept_shares[name] = shares[name] if block.router.config.select == "topk" else None
+        if block.router.config.select == "topk":
+            kept_shares[name] = shares[name]
     routable = config.routing or ["language"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ChatEstimate(

@@ -140,7 +140,10 @@ def ask(
         for chats in _batches(conversations, config.eval_batch_size, progress):
             prompts = collator.prompts(chats)
             generated = partial(_generated, model, collator, prompts, config.max_new_tokens)
-            given = generated() if store is None else store.once(prompts, generated)
+            if store is None:
+                given = generated()
+            else:
+                given = store.once(prompts, generated)
             for chat, text in zip(chats, given["texts"]):
                 answers.append(Answer(chat.key, chat.question_type, chat.messages[-2].text, chat.answer, text))
             for name, counts in given["counts"].items():
@@ -197,7 +200,9 @@ def right_answers(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> 
         count_S = weight_SN @ is_kind_N
         right_S = weight_SN @ (is_kind_N * outcomes["answer"])
         # A draw may hold no question of a kind.
-        shares.append(np.divide(right_S, count_S, out=np.full(len(weight_SN), np.nan), where=count_S > 0))
+        share_S = np.full(len(weight_SN), np.nan)
+        np.divide(right_S, count_S, out=share_S, where=count_S > 0)
+        shares.append(share_S)
     return 100 * np.nanmean(shares, axis=0)
 
 
@@ -264,9 +269,10 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield counts
     # One check of all passes, because a check waits for the device.
     if bad and int(torch.stack(bad).sum()):
+        broken = sum(map(bool, bad))
         raise ValueError(
-            f"the logits of an evaluation must be finite, got NaN or infinite ones in {sum(map(bool, bad))} of "
-            f"{len(bad)} forward passes"
+            f"the logits of an evaluation must be finite, got NaN or infinite ones in {broken} of {len(bad)} forward "
+            "passes"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from mmod.data.readers.conversations import open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import WORDS
+from mmod.plain import without_none
 from mmod.training.chat.config import BPE, BUILT, TrainConfig
 
 # Tokens of the built BPE vocabulary, 256 of which are bytes.
@@ -58,7 +59,7 @@ def _at_size(processor: Any, side: int) -> Any:
         changed = {key: side for key in ("height", "width", "shortest_edge") if current.get(key) is not None}
         # The longest is a limit, of a side or of the pixels, beside which images keep their proportions.
         if name == "size" and (not changed or current.get("longest_edge") is not None):
-            limits = {key: limit for key, limit in current.items() if limit is not None}
+            limits = without_none(current)
             named = f", which would be {{'size': {limits}}} now" if limits else ""
             raise ValueError(
                 f"model.image_size: {type(images).__name__} takes images of any size within limits; set others by "

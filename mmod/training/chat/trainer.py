@@ -172,17 +172,18 @@ class RoutedTrainer(Trainer):
             loss = loss + auxiliary.to(loss.dtype)
         # Before the step changes the weights, in all processes at once.
         if model.training:
-            bad = sum_over_processes((~loss.detach().isfinite()).sum())
-            if int(bad):
+            is_bad = ~loss.detach().isfinite()
+            if int(sum_over_processes(is_bad.sum())):
                 self._end(f"the loss stopped being finite at step {step}")
         if return_outputs:
             return loss, outputs
         return loss
 
     def _end(self, reason: str) -> NoReturn:
-        good = next(iter(list_checkpoints(Path(str(self.args.output_dir)))), None)
+        checkpoints = list_checkpoints(Path(str(self.args.output_dir)))
+        good = next(iter(checkpoints), "none was written yet")
         raise FloatingPointError(
-            f"{reason}; last good checkpoint: {good or 'none was written yet'}. "
+            f"{reason}; last good checkpoint: {good}. "
             "A smaller trainer.learning_rate or max_grad_norm, or float32, may help"
         )
 
@@ -477,4 +478,6 @@ def train_to_end(
 def last_checkpoint(folder: Path) -> str | None:
     """Return the newest checkpoint in a trainer's folder, after checking it; None without finished ones."""
     newest = read_newest(list_checkpoints(folder), check_sums)
-    return None if newest is None else str(newest[0])
+    if newest is None:
+        return None
+    return str(newest[0])

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmod.io.files import DamagedFileError, replacing
@@ -20,6 +20,7 @@ from mmod.io.sums import check_sums, write_sums
 from mmod.io.tensors import WEIGHTS, read_tensors, unshared, write_tensors
 from mmod.opening.runs import checkpoint_folders, list_checkpoints, shards_of
 from mmod.opening.weights import load_pickle, plain_errors
+from mmod.plain import without_none
 from mmod.training.engine.distributed import wait_for_all
 
 Content = TypeVar("Content")
@@ -44,11 +45,25 @@ class Checkpoint:
     training: dict[str, Any]
     moments: dict[str, Tensor] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        average: nn.Module | None,
+        training: dict[str, Any],
+        moments: dict[str, Tensor] | None,
+    ) -> Checkpoint:
+        """Return the state of a model, and of its moving average if it has one."""
+        weights_of_average = None
+        if average is not None:
+            weights_of_average = average.state_dict()
+        return cls(model.state_dict(), weights_of_average, training, moments)
+
     @property
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The state dicts by name of their file."""
         named = {WEIGHTS: self.weights, _AVERAGE: self.average, _MOMENTS: self.moments}
-        return {name: state for name, state in named.items() if state is not None}
+        return without_none(named)
 
 
 def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint) -> Path:

@@ -95,8 +95,10 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
     if not joined and (world > 1 or grouped):
         limit = None if timeout is None else timedelta(seconds=timeout)
         backend = dist.get_default_backend_for_device(chosen)
-        # FSDP needs a group even for one process; a store in memory needs no address and no port.
-        store = None if world > 1 else dist.HashStore()
+        store = None
+        if world == 1:
+            # FSDP needs a group even for one process; a store in memory needs no address and no port.
+            store = dist.HashStore()
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit, store=store)
     try:
         with _released_by_errors():
@@ -105,9 +107,10 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
         # The errors with which communication ends.
         if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
             raise
+        reason = str(error).splitlines()[0]
         raise LostProcessError(
-            f"another process of the run ended or did not answer in time ({str(error).splitlines()[0]}); its own error "
-            "says why. The same command goes on from the last checkpoint"
+            f"another process of the run ended or did not answer in time ({reason}); its own error says why. The same "
+            "command goes on from the last checkpoint"
         ) from error
     finally:
         # A group that the caller made is the caller's to end.
@@ -132,9 +135,9 @@ def _released_by_errors() -> Iterator[None]:
 
 def faults_of_all(report: CorruptReport) -> CorruptReport:
     """Return the faults that all processes met; collective over processes."""
+    faults = chain.from_iterable(gathered(list(report.faults)))
     # Without duplicates: processes that read the same files meet the same faults.
-    faults = sorted(set(chain.from_iterable(gathered(list(report.faults)))))
-    return CorruptReport(report.on_corrupt, dict.fromkeys(faults))
+    return CorruptReport(report.on_corrupt, dict.fromkeys(sorted(set(faults))))
 
 
 def sum_over_processes(values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis import trace
+from mmod.analysis.evaluations import joined
 from mmod.analysis.modes import in_mode
 from mmod.blocks import deciding_modules
 from mmod.data.stream import BatchStream
@@ -105,6 +106,13 @@ class BatchStore:
         return self.file.once({**self.identity, "batch": checksum(batch)}, compute)
 
 
+def store_of(store: BatchStore | None, part: str) -> BatchStore | None:
+    """Return the store of one of several passes over a set, if there is one; see `BatchStore.of`."""
+    if store is None:
+        return None
+    return store.of(part)
+
+
 def read_rows(
     evaluate: Callable[[nn.Module, Batch], Columns],
     model: nn.Module,
@@ -133,17 +141,21 @@ def read_rows(
     bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
     with in_mode(False, model), torch.no_grad():
         for batch in bar:
-            # Without a store, rows are moved at the end, because moving waits for the device.
-            parts.append(computed(batch) if store is None else store.once(batch, partial(on_cpu, batch)))
+            if store is None:
+                # Rows are moved at the end, because moving waits for the device.
+                parts.append(computed(batch))
+            else:
+                parts.append(store.once(batch, partial(on_cpu, batch)))
+    mine: Columns = {}
     # A process may have no batch.
-    names = list(parts[0]) if parts else []
-    mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in names}
+    if parts:
+        mine = {name: column.cpu() for name, column in joined(parts).items()}
     everyone = [rows for rows in gathered(mine) if rows]
     if not everyone:
         # Streams of a caller may have no report.
         faults = prefixed("; ", getattr(stream, "report", None))
         raise ValueError(f"the evaluation stream holds no sample that can be read{faults}")
-    return {name: torch.cat([rows[name] for rows in everyone]) for name in everyone[0]}
+    return joined(everyone)
 
 
 def check_evaluation(stream: BatchStream, data: Any, store: Store | None = None, shown: bool = False) -> None:
@@ -162,7 +174,9 @@ def check_evaluation(stream: BatchStream, data: Any, store: Store | None = None,
         "data": dataclasses.asdict(data),
         "process": [stream.rank, stream.world],
     }
-    faults = [] if store is not None and identity in store else stream.faults(shown)
+    faults = []
+    if store is None or identity not in store:
+        faults = stream.faults(shown)
     if store is not None and not faults:
         store.put(identity, True)
     # Of all processes, so that all of them end.

@@ -78,7 +78,8 @@ class RouterHealth:
         """Warn of a collapsed router after three logged steps in a row that show it."""
         config = self._blocks[block].router.config
         reason = _reason(config, figures)
-        blocks = list(self._model.get_submodule(block.rpartition(".")[0]).children())
+        around = self._model.get_submodule(block.rpartition(".")[0])
+        blocks = list(around.children())
         if reason == "gradient" and config.gate.weighs and blocks[-1] is self._blocks[block]:
             # Often nothing reads what the last gate weighs, such as image tokens where the loss is that of the text.
             reason = None
@@ -169,7 +170,9 @@ def _row(step: int, data: str, block: str, figures: Mapping[str, float | None]) 
     rounded: dict[str, float | None] = {}
     for name in FIGURES:
         value = figures.get(name)
-        rounded[name] = None if value is None else float(f"{value:.6g}")
+        if value is not None:
+            value = float(f"{value:.6g}")
+        rounded[name] = value
     return {"step": step, "data": data, "block": block, **rounded}
 
 

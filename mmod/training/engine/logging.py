@@ -59,7 +59,9 @@ class Meters:
         """Replace the sums by those over all processes if `keep`, otherwise by zero, so that nothing counts twice."""
         for name, sums in self._sums.items():
             total = sum_over_processes(sums)
-            self._sums[name] = total if keep else torch.zeros_like(total)
+            if not keep:
+                total = torch.zeros_like(total)
+            self._sums[name] = total
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return sums and counts as plain numbers."""

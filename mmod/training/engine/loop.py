@@ -309,7 +309,8 @@ class _Trainer:
 
     def _is_finite(self, losses: Sequence[Tensor]) -> bool:
         """Return whether losses and gradients are finite in all processes; collective over them."""
-        bad = (~torch.stack([loss.detach() for loss in losses]).isfinite()).sum()
+        loss_L = torch.stack([loss.detach() for loss in losses])
+        bad = (~loss_L.isfinite()).sum()
         # The scaler of fp16 looks for infinite gradients itself, and skips their steps.
         if not self.scaler.is_enabled():
             bad = bad + ~gradient_norm(self.model).isfinite()
@@ -397,8 +398,7 @@ class _Trainer:
             "epoch": self.epoch,
             "step": self.step,
         }
-        average = None if self.average is None else self.average.state_dict()
-        content = Checkpoint(self.model.state_dict(), average, training, moments)
+        content = Checkpoint.of(self.model, self.average, training, moments)
         save_checkpoint(self._checkpoints, self.epoch, self.step, content)
         if self.process.is_first:
             write_rows(self.folder, self.routers)
@@ -409,7 +409,8 @@ class _Trainer:
         # A disk that is not shared, or late, shows other checkpoints to some processes.
         newest = gathered(next(iter(paths), None))
         if len(set(newest)) > 1:
-            raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, newest))}")
+            listed = ", ".join(map(str, newest))
+            raise ValueError(f"the processes would go on from different checkpoints: {listed}")
         found = read_newest(paths, partial(self.parallel.load, optimizer=self.optimizer))
         if found is None:
             return

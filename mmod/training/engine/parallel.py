@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mmod.adapters import find_stacks
+from mmod.plain import without
 from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.optim import complete_states
@@ -163,14 +164,13 @@ class Shards(Replicas):
         moments = {
             name: value for name, value in state.items() if name.startswith("state.") and isinstance(value, Tensor)
         }
-        return {name: value for name, value in state.items() if name not in moments}, moments
+        return without(state, moments), moments
 
     def load(self, path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load a checkpoint that any number of processes wrote; see `Replicas.load`."""
-        average = None if self.average is None else self.average.state_dict()
         # A new optimiser makes the moments that are loaded in a step without gradients.
         _, moments = self.optimizer_state(optimizer)
-        checkpoint = load_checkpoint(path, into=Checkpoint(self.model.state_dict(), average, {}, moments))
+        checkpoint = load_checkpoint(path, into=Checkpoint.of(self.model, self.average, {}, moments))
         self._load(checkpoint)
         state = {**checkpoint.training["optimizer"], **(checkpoint.moments or {})}
         set_optimizer_state_dict(self.model, optimizer, state, options=_FLAT)

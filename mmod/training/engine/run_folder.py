@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ from mmod.opening.runs import (
     told_sums,
     weight_sums,
 )
+from mmod.plain import without_none
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
@@ -266,7 +267,9 @@ def samples_of_epoch(folder: str | Path | None) -> float | None:
     if not (steps and epochs):
         return None
     of_step = _step_samples(read_run_config(Path(str(folder))))
-    return None if of_step is None else of_step * steps / epochs
+    if of_step is None:
+        return None
+    return of_step * steps / epochs
 
 
 def _finished_result(folder: str | Path | None) -> dict[str, Any] | None:
@@ -328,13 +331,16 @@ def _check_result_is_due(config: RunConfig) -> None:
 
 def read_files(config: RunConfig, use: Use = "val") -> str | None:
     """Return what stands for the files of a run's data, see `data_files`; None for data without files."""
-    return data_files(config.data, use, config.evaluated_folders if use == "val" else ())
+    folders: Sequence[str] = ()
+    if use == "val":
+        folders = config.evaluated_folders
+    return data_files(config.data, use, folders)
 
 
 def _files_of(config: RunConfig) -> dict[str, str]:
     """Return what stands for the files that a run reads, by their use; what has no files is left out."""
-    files = {use: read_files(config, use) for use in _USES}
-    known: dict[str, str] = {use: told for use, told in files.items() if told is not None}
+    files: dict[str, str | None] = {use: read_files(config, use) for use in _USES}
+    known = without_none(files)
     teacher = config.teacher()
     # The dense one has the weights that the run starts from.
     if teacher is not None and teacher != "dense":
@@ -381,9 +387,10 @@ def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
     if path.exists() and holds_work(folder) and read_classes(path) != dict(numbers):
         before = set(read_classes(path))
         now = set(numbers)
+        gone = ", ".join(sorted(before - now)) or "none"
+        new = ", ".join(sorted(now - before)) or "none"
         raise ValueError(
-            f"{str(path)!r} records other classes than the training data has now (gone: "
-            f"{', '.join(sorted(before - now)) or 'none'}; new: {', '.join(sorted(now - before)) or 'none'}): restore "
+            f"{str(path)!r} records other classes than the training data has now (gone: {gone}; new: {new}): restore "
             "the data, or choose another output"
         )
 

@@ -19,6 +19,7 @@ from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.model import change_, freeze_dense_
 from mmod.opening.weights import load_weights
+from mmod.plain import without
 from mmod.random_state import Unfilled
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import Kind, LoopKind, Streams, seed_draws
@@ -67,10 +68,8 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
     if added:
         expected = set(model.state_dict()) - names
         if expected != set(added):
-            raise ValueError(
-                f"checkpoint {checkpoint!r} was routed in another way: "
-                f"{told_keys(expected - set(added), set(added) - expected)}"
-            )
+            differing = told_keys(expected - set(added), set(added) - expected)
+            raise ValueError(f"checkpoint {checkpoint!r} was routed in another way: {differing}")
         # All weights once more: added ones are checked for names and shapes like the others.
         load_weights(model, {**model.state_dict(), **added}, checkpoint)
     if config.grad_checkpointing:
@@ -131,7 +130,7 @@ def load_dense(
         change_(model, method)
     names = set(model.state_dict())
     added = {name: value for name, value in state.items() if name not in names and is_added(name)}
-    dense: Mapping[str, Tensor] = {name: value for name, value in state.items() if name not in added}
+    dense: Mapping[str, Tensor] = without(state, added)
     if adapt is not None:
         dense = adapt(model, dict(dense))
     load_weights(model, dense, checkpoint)

@@ -135,7 +135,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 def gradient_norm(model: nn.Module) -> Tensor:
     """Return the norm of all gradients, also of those that are split among processes; 0 without any."""
     norm = nn.utils.get_total_norm(value.grad for value in model.parameters() if value.grad is not None)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if isinstance(norm, DTensor):
+        return norm.full_tensor()
+    return norm
 
 
 def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> str:
@@ -162,9 +164,9 @@ def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> 
         for number, one_pass in enumerate(task.passes(group, device), 1):
             names.clear()
             if not all_finite([task(*one_pass.arguments)["loss"]]):
-                first = names[0] if names else "the loss"
+                first = next(iter(names), "the loss")
                 where.append(f"{first}, batch {number} of {len(group)}")
     finally:
         for handle in handles:
             handle.remove()
-    return where[0] if where else "a gradient, or another process"
+    return next(iter(where), "a gradient, or another process")

@@ -198,7 +198,8 @@ class TrainConfig(engine.LoopConfig):
         side = self.data.image_size
         for name in ("img_size", "image_size"):
             size = self.model.args.get(name)
-            if size in (None, side) or (isinstance(size, (list, tuple)) and list(size) == [side, side]):
+            is_square = isinstance(size, (list, tuple)) and list(size) == [side, side]
+            if is_square or size in (None, side):
                 continue
             advice = f"set model.args.{name} to {side}, or data.image_size to the model's"
             patch = self.model.args.get("patch_size")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream
+from mmod.plain import without_none
 from mmod.training.engine.evaluate import (
     BatchStore,
     Columns,
@@ -66,7 +67,7 @@ class EvalResult(RoutedResult):
     def accuracies(self) -> dict[str, float]:
         """Return the figures in percent."""
         figures = {name: getattr(self, name) for name in ("top1", "top5", "objects", "mean_iou")}
-        return {name: figure for name, figure in figures.items() if figure is not None}
+        return without_none(figures)
 
     def __str__(self) -> str:
         titles = {"top1": "top-1", "top5": "top-5"}

@@ -59,7 +59,7 @@ def extract(
     total = stream.steps_per_epoch
     missing = [start for start in range(0, total, _CHUNK) if {**identity, "batch": start} not in store]
     # Everything behind the first missing batch is computed again: streams are read in order.
-    first = missing[0] if missing else total
+    first = next(iter(missing), total)
     batches = enumerate(stream.every_batch(0, first), first)
     with in_mode(False, model), torch.no_grad():
         for start in range(first, total, _CHUNK):

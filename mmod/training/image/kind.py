@@ -32,7 +32,7 @@ from mmod.opening.weights import converted
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated
+from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, store_of
 from mmod.training.engine.kind import ModelInput, device_of
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
@@ -146,7 +146,7 @@ class ImageKind:
         results = {}
         for capacity in config.elastic.capacities:
             set_capacity_(model, capacity)
-            results[capacity] = measure(store=None if store is None else store.of(f"capacity {capacity}"))
+            results[capacity] = measure(store=store_of(store, f"capacity {capacity}"))
         chosen = next(capacity for capacity in results if capacity == routing.capacity)
         # Last that of the config, which the model is saved and trained on with.
         set_capacity_(model, chosen)

@@ -26,6 +26,7 @@ from mmod.training.engine.evaluate import (
     kept_means,
     kept_rows,
     read_rows,
+    store_of,
 )
 from mmod.training.engine.task import autocast
 from mmod.values import check_finite
@@ -121,7 +122,7 @@ def evaluate_set(
             folder = zero_shot.partition(":")[2]
             assert transform is not None
             classify = partial(classify_folder, model, tokenizer, transform, folder, stream=stream, workers=workers)
-            top1, top5 = classify(bar=progress, store=None if store is None else store.of("zero-shot"))
+            top1, top5 = classify(bar=progress, store=store_of(store, "zero-shot"))
     first_N, second_N = rank_both_ways(images, texts, tokens)
     result = EvalResult(
         image_to_text_r1=share(first_N < 1),
@@ -133,7 +134,8 @@ def evaluate_set(
         zero_shot_top5=top5,
         kept=kept_means(rows),
     )
-    return Evaluated(result, {"recall1": _recall(first_N, second_N).cpu().numpy()})
+    recall_N = _recall(first_N, second_N).cpu().numpy()
+    return Evaluated(result, {"recall1": recall_N})
 
 
 def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
