@@ -81,6 +81,11 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
+def one_line(error: Exception) -> str:
+    """Return the message of another library, which may have several lines and indents, as one line."""
+    return " ".join(str(error).split())
+
+
 def plural(noun: str, number: float) -> str:
     """Return a noun in the plural, unless the number of what it names is 1."""
     if number == 1:

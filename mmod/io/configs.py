@@ -44,7 +44,8 @@ def config_summary(name: str) -> str:
         >>> config_summary("digits/mod")
         'MoD on cluttered digits.'
     """
-    lines = takewhile(lambda line: line.startswith("#"), read_text(_folder() / f"{name}.yaml").splitlines())
+    text = read_text(_folder() / f"{name}.yaml")
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
     comment = " ".join(line.lstrip("# ") for line in lines).removeprefix("What: ")
     sentence, *_ = re.split(r"(?<=[.?]) ", comment, maxsplit=1)
     return sentence

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
@@ -93,17 +93,17 @@ def decode_text(data: bytes, name: str) -> str:
     try:
         return plain.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is no text in UTF-8: {error.reason} at byte {error.start + len(data) - len(plain)}; save it as "
-            "UTF-8"
-        ) from error
+        # Counted with a byte order mark, which is cut off.
+        place = error.start + len(data) - len(plain)
+        raise ValueError(f"{name} is no text in UTF-8: {error.reason} at byte {place}; save it as UTF-8") from error
 
 
 def read_text(path: str | Path) -> str:
     """Read a text that a user wrote, see `decode_text`; lines end in "\\n", whatever ended them in the file."""
     check_file(path)
+    text = decode_text(Path(path).read_bytes(), repr(str(path)))
     # As Python's text mode reads lines; the bytes were decoded without it.
-    return decode_text(Path(path).read_bytes(), repr(str(path))).replace("\r\n", "\n").replace("\r", "\n")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def open_rows(path: str | Path, newline: str | None = None) -> TextIO:
@@ -273,7 +273,8 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
         fault = _disk_fault(error)
         if fault is not None:
             folder = next(parent for parent in target.absolute().parents if parent.is_dir())
-            reason = f"{fault}; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free on its disk"
+            free = shutil.disk_usage(folder).free / 1e6
+            reason = f"{fault}; {free:.0f} MB are free on its disk"
             remedy = "make room"
         elif _is_refused(error, target):
             reason = os.strerror(error.errno or 0)
@@ -469,7 +470,12 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
 def locked_where_possible(path: str | Path) -> Iterator[None]:
     """Hold the lock of what saves time alone, and wait for it; without one where it cannot be written."""
     lock = lock_of(path)
+    written = [lock.parent]
     # In a folder that several users share, the lock may be another's.
-    is_writable = os.access(lock.parent, os.W_OK) and (not lock.exists() or os.access(lock, os.W_OK))
-    with locked(path, wait=True) if is_writable else nullcontext():
+    if lock.exists():
+        written.append(lock)
+    if not all(os.access(place, os.W_OK) for place in written):
+        yield
+        return
+    with locked(path, wait=True):
         yield

@@ -363,8 +363,10 @@ def checksum(batch: object, before: str = "") -> str:
         elif isinstance(leaf, Tensor):
             digest.update(repr((leaf.dtype, leaf.shape)).encode())
             digest.update(raw_bytes(leaf))
-        elif isinstance(leaf, (str, int, float, np.ndarray)):
-            digest.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
+        elif isinstance(leaf, np.ndarray):
+            digest.update(repr(leaf.tolist()).encode())
+        elif isinstance(leaf, (str, int, float)):
+            digest.update(repr(leaf).encode())
     return digest.hexdigest()
 
 

@@ -20,8 +20,8 @@ def write_sums(folder: Path, *names: str, together: bool = False) -> None:
         together: Processes share the work.
     """
     if not names:
-        paths = sorted(folder.rglob("*"))
-        names = tuple(str(path.relative_to(folder)) for path in paths if path.is_file() and path.name != SUMS)
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SUMS]
+        names = tuple(str(file.relative_to(folder)) for file in files)
     sums = _sums_of(folder, names, together)
     if not together or process_rank() == 0:
         write_json(folder / SUMS, sums)

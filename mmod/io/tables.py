@@ -120,18 +120,26 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return an aligned Markdown table; numbers are right-aligned."""
-    widths = [max(3, *(len(row[column]) for row in (header, *rows))) for column in range(len(header))]
-    numeric = [all(row[column][:1] in "+-.0123456789" for row in rows) for column in range(len(header))]
+    widths = []
+    numeric = []
+    for title, *cells in zip(header, *rows):
+        widths.append(max(3, len(title), *map(len, cells)))
+        numeric.append(all(cell[:1] in "+-.0123456789" for cell in cells))
 
     def line(cells: Sequence[str]) -> str:
         padded = []
         for cell, width, is_number in zip(cells, widths, numeric):
-            padded.append(cell.rjust(width) if is_number else cell.ljust(width))
+            if is_number:
+                cell = cell.rjust(width)
+            padded.append(cell.ljust(width))
         return f"| {' | '.join(padded)} |"
 
     rule = []
     # A colon at the right end of a rule aligns its column to the right.
     for width, is_number in zip(widths, numeric):
         dashes = "-" * (width - 1)
-        rule.append(f"{dashes}:" if is_number else f":{dashes}")
+        if is_number:
+            rule.append(f"{dashes}:")
+        else:
+            rule.append(f":{dashes}")
     return "\n".join([line(header), line(rule), *map(line, rows)])

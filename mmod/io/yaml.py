@@ -12,6 +12,7 @@ from yaml.composer import ComposerError
 
 from mmod.io.configs import existing_config, shipped_config
 from mmod.io.files import read_text
+from mmod.names import one_line
 
 BASE_KEY = "base"
 """Key of the config whose other keys are changed by those beside it."""
@@ -98,7 +99,7 @@ def parse_yaml(text: str, source: str = "the value") -> object:
             advice = ": YAML is indented by spaces"
         raise ValueError(f"{source}{line}: {error.problem or error.context}{advice}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{source} is no YAML: {one_line(error)}") from error
 
 
 def parse_option(text: str, nested: bool = False) -> Any:

@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto
 from mmod.adapters.saving import KEY
 from mmod.io.sums import check_weights
 from mmod.io.tensors import check_complete
-from mmod.names import similar
+from mmod.names import one_line, similar
 from mmod.opening.opened import Opened, Options
 from mmod.opening.runs import check_source
 from mmod.opening.transformers import hidden_bars
@@ -114,7 +114,7 @@ def config_of(fields: Mapping[str, Any]) -> Any:
     try:
         config = AutoConfig.for_model(**fields)
     except (StrictDataclassError, ValueError, TypeError) as error:
-        raise ValueError(f"model.config describes no model of transformers: {' '.join(str(error).split())}") from error
+        raise ValueError(f"model.config describes no model of transformers: {one_line(error)}") from error
     _check_names(config, fields, "model.config")
     return config
 

@@ -50,7 +50,10 @@ class Preprocessing:
         return image_transform_v2(PreprocessCfg(**self.fields), is_train=False)
 
     def __str__(self) -> str:
-        size = self.fields["size"] if self.is_clip else self.fields["input_size"][1:]
+        if self.is_clip:
+            size = self.fields["size"]
+        else:
+            size = self.fields["input_size"][1:]
         if isinstance(size, int):
             size = (size, size)
         height, width = size

@@ -138,8 +138,8 @@ def _load_with_classifier(model: Any, checkpoint: str | Path, wanted: int | None
     """
     state = read_weights(checkpoint)
     heads = image_facts(model).head
-    weight = next((state[key] for key in state if key.startswith(heads) and state[key].ndim > 1), None)
-    outputs = 0 if weight is None else len(weight)
+    weights = (state[key] for key in state if key.startswith(heads) and state[key].ndim > 1)
+    outputs = next(map(len, weights), 0)
     if wanted not in (None, outputs):
         raise ValueError(
             f"args say num_classes {brief(wanted)} and checkpoint {str(checkpoint)!r} has {outputs}: leave out "

@@ -248,4 +248,7 @@ def _figures(record: AuditRecord) -> dict[str, float]:
 def _mean(figure: str, values: Sequence[float]) -> str:
     # Against zero: the interval of a mean over runs is that of differences to it.
     over = difference(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
-    return format(over, "+.2f" if figure.startswith(_RANKS) else "+.1f")
+    form = "+.1f"
+    if figure.startswith(_RANKS):
+        form = "+.2f"
+    return format(over, form)

@@ -126,7 +126,10 @@ def _study_section(study: StudyRecord) -> _Section:
     drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.svg, command)
     verdict = ""
     for part in study.verdict:
-        verdict += _rich(part) if isinstance(part, str) else _table(part, "What is named")
+        if isinstance(part, str):
+            verdict += _rich(part)
+        else:
+            verdict += _table(part, "What is named")
     further_maps = ""
     if further:
         further_maps = _details("Routing maps of further models", "\n".join([heading, *further]))

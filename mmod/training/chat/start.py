@@ -16,6 +16,7 @@ from torch import nn
 from mmod.adapters import used_parameters
 from mmod.methods.route import is_routed, routed_blocks, routers_of
 from mmod.model import change_
+from mmod.names import one_line
 from mmod.opening.open import TRANSFORMERS, open_model
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor
@@ -113,7 +114,7 @@ def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
             raise ValueError(_no_match(model, fields)) from error
         given = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         # Some messages print whole modules.
-        reason = shorten(" ".join(str(error).split()), 300, placeholder=" ...")
+        reason = shorten(one_line(error), 300, placeholder=" ...")
         raise ValueError(f"lora with {given} is refused by peft: {reason}") from error
 
 
