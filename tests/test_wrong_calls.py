@@ -306,6 +306,27 @@ def test_a_wrong_call_says_what_is_valid_and_changes_nothing(call: Call, error: 
     assert not hasattr(model, "mod_methods")
 
 
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: timm.create_model("test_vit"), "blocks"),
+        (lambda: make_own("einsum"), "stages"),
+        (lambda: make_language("llama"), "model.layers"),
+    ],
+    ids=["timm", "own", "decoder"],
+)
+def test_a_model_with_a_compiled_block_is_refused_with_its_name(
+    make: Callable[[], torch.nn.Module], path: str, number: int
+) -> None:
+    model = make()
+    blocks = model.get_submodule(path)
+    blocks[number] = torch.compile(blocks[number])
+    with pytest.raises(ValueError, match=rf"its {path}\.{number} is compiled\. Route or change a model first"):
+        mmod.route_(model, mmod.RoutingConfig(router="norm"))
+    assert not mmod.is_routed(model)
+
+
 def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
     model, images = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig()).eval(), torch.randn(1, 3, 160, 160)
     by_threshold = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(select="threshold"))

@@ -6,6 +6,7 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     if library is None:
         parts: dict[str, Part] = {"image": functools.partial(find_blocks, inner)}
     else:
-        parts = load_adapter(library).find_parts(inner)
+        with naming_compiled(model):
+            parts = load_adapter(library).find_parts(inner)
     path = next(name for name, module in model.named_modules() if module is inner)
     return {name: functools.partial(_find_below, path, part) for name, part in parts.items()}
 
@@ -44,6 +46,22 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 def _find_below(path: str, part: Part) -> BlockStack:
     """Return the blocks of a part of a wrapped model, with their names in the wrapper."""
     return part().below(path)
+
+
+@contextmanager
+def naming_compiled(model: nn.Module) -> Iterator[None]:
+    """Say of a model that is refused which of its blocks is compiled, and so hides its class."""
+    try:
+        yield
+    except ValueError as error:
+        for name, module in model.named_modules():
+            # The item of a list, as blocks are: a compiled head or tower is no fault.
+            if name.rpartition(".")[2].isdecimal() and type(module).__module__.startswith("torch._dynamo"):
+                raise ValueError(
+                    f"cannot change this {type(model).__name__}: its {name} is compiled. Route or change a model "
+                    "first, then compile it"
+                ) from error
+        raise
 
 
 def find_library(model: nn.Module) -> str | None:
