@@ -30,7 +30,7 @@ from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.preflight import check_start, step_samples, steps_of
 from mmod.training.chat.start import create_with_processor, router_parameters
 from mmod.training.chat.trainer import training_arguments
-from mmod.training.engine.estimate import RunEstimate, bytes_of
+from mmod.training.engine.estimate import RunEstimate, bytes_of, said_reading
 from mmod.values import IGNORED
 
 # Encoded conversations, evenly spread over the data.
@@ -112,7 +112,12 @@ def estimate(kind: Any) -> ChatEstimate:
     # Evenly over the data, since files are often sorted.
     count = min(_SAMPLES, len(train))
     indices = np.linspace(0, len(train) - 1, count).astype(int)
-    samples = [collator([train[int(index)]]) for index in indices]
+    chats = [train[int(index)] for index in indices]
+    samples = [collator([chat]) for chat in chats]
+    train.report.add(chain.from_iterable(chat.faults for chat in chats))
+    faults = len(train.report.faults)
+    if val is not None:
+        faults += len(val.report.faults)
     lengths = [sample["input_ids"].shape[1] for sample in samples]
     tokens = round(mean(lengths))
     image_tokens = round(mean(_count(sample["input_ids"] == processor.image_token_id) for sample in samples))
@@ -183,6 +188,7 @@ def estimate(kind: Any) -> ChatEstimate:
         weight_bytes=_weight_bytes(model, config.model.args.get("quantization_config")),
         training_bytes=3 * bytes_of(trained),
         activation_bytes=arguments.train_batch_size * held,
+        reading=said_reading([f"{len(samples)} of training with their images, all others without"], faults),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,8 +148,11 @@ def _reading(train: BatchStream, test: BatchStream, batches: int) -> str:
             number = min(most, math.ceil(stream.num_samples / stream.world))
             read.append(f"{number} of {name}")
             broken += len(stream.report.faults)
-    if not read:
-        return ""
+    return said_reading(read, broken) if read else ""
+
+
+def said_reading(read: Sequence[str], broken: int) -> str:
+    """Say how many samples of each set were read, and how many of them are left out as broken."""
     found = f"{broken} broken, left out" if broken else "none is broken"
     return f"samples read: {', '.join(read)}; {found}"
 

@@ -439,6 +439,10 @@ def test_images_that_cannot_be_decoded_are_counted_replaced_and_left_out(folder:
     # Whole batches of the evaluation are unreadable.
     assert sum(result.evaluation.questions.values()) == 8
     assert {split: sum(counts.values()) for split, counts in result.skipped.items()} == {"train": 3, "val": 8}
+    # A dry run reads all of so few.
+    assert "\nsamples read: 16 of training with their images, all others without; 3 broken" in str(estimate(config))
+    whole = vlm_config(folder, "whole")
+    assert "; none is broken\n" in str(estimate(whole))
     strict = replace(config, output=str(folder / "refused"), data=replace(data, max_corrupt=2))
     with pytest.raises(CorruptDataError, match=r"bad-train-\d+\.png"):
         fit(strict, progress=False)
