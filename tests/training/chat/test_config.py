@@ -40,7 +40,7 @@ def test_tiny_configs_build_what_they_route(path: Path, folder: Path) -> None:
 
 def test_options_change_the_parts_of_a_routing_as_the_guide_says() -> None:
     page = (ROOT / "docs/finetuning_vlm.md").read_text()
-    lines = re.findall(r"`(--routing [^`]+)`", page.split("## Config\n")[1].split("## Model\n")[0])
+    lines = re.findall(r"`(--routing [^`]+)`", page.split("## Config\n")[1].split("### Routing text\n")[0])
     config = str(ROOT / "configs/vlm/tiny-p-mod.yaml")
     language, image = {"preset": "p-mod"}, {"preset": "a-mod"}
     routings = [TrainConfig.parse([config, *shlex.split(line)]).routing for line in lines]
