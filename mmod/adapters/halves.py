@@ -358,7 +358,8 @@ def _zeros(output: _Output) -> _Replacement:
 
 def _poisoned(*args: object, **kwargs: object) -> Tensor:
     """Return values that no module would, so that a block that reads them gives another result."""
-    return 2 * next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)) + 1
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return 2 * next(tensors) + 1
 
 
 @contextmanager

@@ -39,7 +39,8 @@ def redrawn(inputs: BlockInputs) -> dict[str, Any]:
         has_rows = {tokens, tokens - inputs.seen.prefix} & {*leaf.shape}
         if leaf.is_floating_point() and (of_images or not has_rows):
             return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
-        if of_images and leaf.ndim == 1 and leaf.dtype == torch.long and int(leaf[0]) == int(leaf[1]) > 0:
+        is_numbers = of_images and leaf.ndim == 1 and leaf.dtype == torch.long
+        if is_numbers and int(leaf[0]) == int(leaf[1]) > 0:
             # The number before one that is valid is valid.
             return leaf - torch.arange(2)
         return leaf

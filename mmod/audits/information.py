@@ -246,7 +246,8 @@ def _rolled_positions(batch: BatchRows, name: str) -> Iterator[Part]:
     """Yield what is kept of rolled images by position."""
     for mask in batch.decisions[name].moved:
         keep_BF = mask.unpacked()
-        yield torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, torch.ones_like(keep_BF), batch.images
+        position_BF = torch.arange(keep_BF.shape[1]).expand(keep_BF.shape)
+        yield position_BF, keep_BF, torch.ones_like(keep_BF), batch.images
 
 
 def _kept_again(batch: BatchRows, name: str) -> Part:

@@ -58,13 +58,14 @@ def worth_of(
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Leave out, or let in, each token of a batch; return its worth by decision, and what agrees with that."""
     worth: dict[str, Tensor] = {}
-    agreement = {}
+    agreement: dict[str, dict[str, Tensor]] = {}
     for name, routing in learned.items():
         # Tokens that an earlier block of the span dropped cannot be chosen.
         open_BN = free[name] & (routing.score_BN > -torch.inf)
         worth[name], norm_BN = _worth(change_of, name, routing, open_BN)
-        values = {"score": routing.score_BN, "norm": norm_BN}
-        agreement[name] = {what: rank_agreement(of_BN, worth[name], open_BN).cpu() for what, of_BN in values.items()}
+        agreement[name] = {}
+        for what, value_BN in (("score", routing.score_BN), ("norm", norm_BN)):
+            agreement[name][what] = rank_agreement(value_BN, worth[name], open_BN).cpu()
     return worth, agreement
 
 

@@ -24,8 +24,8 @@ def draw_audit(audit: Audit) -> Figure:
     widths = [5.2]
     if len(audit.across.decisions) > 1:
         widths.append(0.5 * len(audit.across.decisions) + 1.8)
-    height = max([0.36 * len(audit.conditions) + 1.2, *(side - 0.4 for side in widths[1:])])
-    figure = new_figure(sum(widths), height)
+    heights = [0.36 * len(audit.conditions) + 1.2, *(side - 0.4 for side in widths[1:])]
+    figure = new_figure(sum(widths), max(heights))
     axes = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     names = [condition.name for condition in audit.conditions]
     colours = [_COLOURS[condition.family] for condition in audit.conditions]

@@ -217,7 +217,8 @@ def _share_reached(contrast: Contrast, position: int, random: int) -> Estimate:
     drawn_SC = contrast.drawn_SFC[is_above_S, OF_ACCURACY]
     share_S = (drawn_SC[:, position] - drawn_SC[:, random]) / above_S[is_above_S]
     mean_C = contrast.mean_FC[OF_ACCURACY]
-    return estimate_of((mean_C[position] - mean_C[random]) / (mean_C[0] - mean_C[random]), share_S)
+    above = mean_C[0] - mean_C[random]
+    return estimate_of((mean_C[position] - mean_C[random]) / above, share_S)
 
 
 def _strata_values(table: Table, members: Members, others: Sequence[str]) -> ByStratum:
@@ -238,7 +239,8 @@ def _baseline_values(table: Table, members: Members, baselines: Sequence[str]) -
     for name in baselines:
         value_IFC = values_of(table, [LEARNED, baseline_row(name)])
         strata[name, ALL] = value_IFC
-        strata |= {(name, f"{group}: {part}"): value_IFC[is_in_I] for (group, part), is_in_I in members.items()}
+        for (group, part), is_in_I in members.items():
+            strata[name, f"{group}: {part}"] = value_IFC[is_in_I]
     return strata
 
 

@@ -53,7 +53,8 @@ def config_summary(name: str) -> str:
 
 def listing() -> str:
     """Return the shipped configs by folder, each with what it is."""
-    names = sorted(config_names(), key=lambda name: (list(GROUPS).index(name.partition("/")[0]), name))
+    order = list(GROUPS)
+    names = sorted(config_names(), key=lambda name: (order.index(name.partition("/")[0]), name))
     blocks = []
     for group, members in groupby(names, lambda name: name.partition("/")[0]):
         lines = [f"  {name:<{_WIDTH}} {config_summary(name)}" for name in members]
@@ -84,7 +85,8 @@ def shipped_config(path: str | Path) -> Path | None:
         return None
     if folder.joinpath(*parts).is_file():
         return folder.joinpath(*parts)
-    matches = [name for name in config_names() if tuple(name.split("/"))[-len(parts) :] == parts]
+    ending = "/".join(("", *parts))
+    matches = [name for name in config_names() if f"/{name}".endswith(ending)]
     if len(matches) > 1:
         raise ValueError(f"{str(path)!r} is the name of several configs: {', '.join(matches)}")
     if not matches:
@@ -137,10 +139,10 @@ def _near(file: Path) -> str:
 def _in_folder(folder: Path) -> str:
     """Return what may be meant by a folder that is no config: configs in it, or else the folders of runs below it."""
     runs = [*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]
-    meant = sorted(map(str, folder.glob("*.yaml"))) or sorted(str(file.parent) for file in runs)
+    meant = list(folder.glob("*.yaml")) or [file.parent for file in runs]
     if not meant:
         return " without a config or a run; `mmod configs` lists the configs that come with mmod"
-    return f", of which {first_names(meant)} may be meant"
+    return f", of which {first_names(sorted(map(str, meant)))} may be meant"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -45,7 +45,9 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, object]]
         | dense   | 95.8 ± 0.1 |
         | shallow |       95.0 |
     """
-    cells = {name: [_cell(row, name, form) for row in rows] for name, (_, form) in columns.items()}
+    cells = {}
+    for name, (_, form) in columns.items():
+        cells[name] = [_cell(row, name, form) for row in rows]
     used = [name for name, column in cells.items() if any(column)]
     # Rows and columns without a value are left out here, so that callers may offer more than was measured.
     lines = [line for line in zip(*(cells[name] for name in used)) if any(line)]

@@ -170,7 +170,8 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, object]:
     """Read a file merged over its bases; `above` are the files that extend it."""
     resolved = path.resolve()
     if resolved in above:
-        chain = " -> ".join(str(file) for file in (*above[above.index(resolved) :], resolved))
+        circle = [*above[above.index(resolved) :], resolved]
+        chain = " -> ".join(map(str, circle))
         raise ValueError(f"a config is a base of itself: {chain}; remove a `base`")
     fields = _read(path)
     stacked: dict[str, object] = {}

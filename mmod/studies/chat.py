@@ -161,7 +161,8 @@ def draw_kept(model: Any, collator: ChatCollator, chats: Sequence[ChatSample]) -
     image_BN = prompts["input_ids"] == collator.processor.image_token_id
     if pixels is None or pixels.ndim != 4:
         return None
-    labels = [textwrap.fill(chat.messages[-2].text.replace(IMAGE, "").strip(), _LINE) for chat in chats]
+    questions = [chat.messages[-2].text.replace(IMAGE, "").strip() for chat in chats]
+    labels = [textwrap.fill(question, _LINE) for question in questions]
     with torch.inference_mode(), trace(model) as decisions, watch_grid(model) as seen:
         model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
     if seen.grid is None or len(pixels) != len(chats):

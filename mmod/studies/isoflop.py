@@ -408,7 +408,8 @@ def draw(points: Points) -> Figure:
             look = {"color": styles[point["series"]]["color"], "marker": markers[point["budget"]], "markersize": 5}
             axis.errorbar(point[key], point["loss"], point.get("loss_std") or 0.0, capsize=2, ecolor=look["color"])
             (mark,) = axis.plot(point[key], point["loss"], **look)
-            add_hint(mark, f"{point['series']} {point['size']}, {point['budget']:.3g} FLOPs: {point['loss']:.4f}")
+            model = f"{point['series']} {point['size']}"
+            add_hint(mark, f"{model}, {point['budget']:.3g} FLOPs: {point['loss']:.4f}")
         axis.set(xlabel=title, xscale="log")
         tidy(axis)
     axes[0].set_ylabel("loss in nats a byte", color=INK)

@@ -93,7 +93,9 @@ class Measurer:
             return run
         if run.plans not in self.plans:
             found = search_for(run.start, run.searches, run.plans)
-            self.plans[run.plans] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
+            plans = self.plans.setdefault(run.plans, {})
+            for searched, search in zip(run.searches, found):
+                plans[searched.budget] = search.plan.to_dict()
         plan = self.plans[run.plans][options.budget]
         part = options.part or run.training.parts[0]
         routing: dict[str, object] = {part: plan}

@@ -445,7 +445,10 @@ def _cheaper(table: Table, runs: Runs) -> list[str]:
 
 def hint(candidate: Candidate, row: Mapping[str, object]) -> str:
     """Return differences and settings of a model, the text that a browser shows at its point."""
-    lines = [f"{name.replace('_', ' ')}: {row[name]}" for name in ("to_dense", "to_control") if row[name] is not None]
+    lines = []
+    for name, title in (("to_dense", "to dense"), ("to_control", "to control")):
+        if row[name] is not None:
+            lines.append(f"{title}: {row[name]}")
     args = candidate.changes.get("model", {}).get("args", {})
     parts = [candidate.routing or {}, *candidate.methods, args]
     if candidate.image_size is not None:

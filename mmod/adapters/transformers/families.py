@@ -36,8 +36,9 @@ _ENDS = (
 def is_decoder_layer(layer: nn.Module) -> bool:
     """Return whether a module is a layer of a language model, with attention, an MLP and a cache."""
     names = list(parameters_of(layer))
-    cached = names[:1] == ["hidden_states"] and "attention_mask" in names and any(name in names for name in CACHE_NAMES)
-    return cached and hasattr(layer, "mlp") and (hasattr(layer, "self_attn") or is_recurrent(layer))
+    has_cache = any(name in names for name in CACHE_NAMES)
+    is_layer = names[:1] == ["hidden_states"] and "attention_mask" in names and has_cache
+    return is_layer and hasattr(layer, "mlp") and (hasattr(layer, "self_attn") or is_recurrent(layer))
 
 
 def is_recurrent(layer: nn.Module) -> bool:

@@ -364,7 +364,8 @@ class GroupReader:
     def _check_frames(self) -> None:
         """Raise a ValueError if the score reads frames, and no token that may be skipped belongs to one."""
         router = self.config.router
-        if router.reads_frames and (self.tokens != "image" or not (VIDEO in self.images.ids or router.images)):
+        has_frames = VIDEO in self.images.ids or router.images
+        if router.reads_frames and (self.tokens != "image" or not has_frames):
             raise ValueError(
                 f"router {router.name!r} compares frames of videos: route with language={{'tokens': 'image'}} a model "
                 "that gets videos, or set router.images=True to compare successive images of a prompt"

@@ -115,7 +115,8 @@ class ChatCollator:
         A tokenizer may join the end of a prompt with the first word of the answer. A model is then asked by tokens that
         it never saw in training.
         """
-        prompt, text = self.render(chat.messages[:-1], ask=True), self.render(chat.messages)
+        prompt = self.render(chat.messages[:-1], ask=True)
+        text = self.render(chat.messages)
         if not text.startswith(prompt):
             # Refused by `_answers` in training; prompts alone are as their template writes them.
             return

@@ -121,7 +121,9 @@ class ChatDataset:
         the `faults`. Unless `on_corrupt` is "skip", a fault raises.
         """
         faults: list[Fault] = []
-        for candidate in (index, *((index + step) % len(self) for step in range(1, len(self)))):
+        # The next ones in order stand in for it.
+        others = ((index + step) % len(self) for step in range(1, len(self)))
+        for candidate in (index, *others):
             # A conversation without an image was readable from the start, but would leave a batch without one.
             if faults and not self.images[candidate]:
                 continue

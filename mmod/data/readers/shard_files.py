@@ -215,7 +215,8 @@ def _read_index(path: Path, url: str, size: int | None, tag: str | None) -> Inde
     is_current = header["version"] == _VERSION and header["size"] == size and tag in (None, header["tag"])
     if size is None or not is_current:
         return None
-    return np.frombuffer(body, "<i8").reshape(-1, 4), [Fault(url, *fault) for fault in header["faults"]]
+    faults = [Fault(url, *fault) for fault in header["faults"]]
+    return np.frombuffer(body, "<i8").reshape(-1, 4), faults
 
 
 def _write_index(path: Path, index: Index, size: int | None, tag: str | None) -> None:

@@ -260,7 +260,8 @@ def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], is_half
         if not recomputed:
             # What a linear layer reads and writes is held for its gradient.
             linear = [part for part in block.modules() if isinstance(part, nn.Linear)]
-            held += kept.get(name, tokens) * sum(part.in_features + part.out_features for part in linear)
+            widths = sum(part.in_features + part.out_features for part in linear)
+            held += kept.get(name, tokens) * widths
         element_size = 2 if is_half else next(block.parameters()).element_size()
         total += held * element_size
     return total

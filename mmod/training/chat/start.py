@@ -163,7 +163,8 @@ def resize_images(model: Any, side: int) -> None:
     weight = tower.position_embedding.weight
     with torch.no_grad():
         # The host's own interpolation, of tokens of the right shape.
-        table = tower.interpolate_pos_encoding(weight.new_empty(1, prefix + patches, weight.shape[1]), side, side)[0]
+        like = weight.new_empty(1, prefix + patches, weight.shape[1])
+        table = tower.interpolate_pos_encoding(like, side, side)[0]
     tower.position_embedding = nn.Embedding.from_pretrained(table.clone(), freeze=not weight.requires_grad)
     tower.register_buffer("position_ids", torch.arange(len(table), device=weight.device)[None], persistent=False)
     tower.num_patches = patches
