@@ -251,7 +251,11 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for module, copied_module in zip(model.modules(), copied.modules()):
         # No layer draws or averages in evaluation; `eval()` would take off methods for training alone.
         copied_module.training = False
-        _attend_by_shapes(getattr(copied_module, "config", None))
+        config: Any = getattr(copied_module, "config", None)
+        # Attention is counted by torch's function: kernels of others need a device.
+        if getattr(config, "_attn_implementation", None) not in (None, "sdpa", "eager"):
+            # The public name would change the parts of the model too.
+            config._attn_implementation_internal = "sdpa"
         # Copies do not have what this thread decides by.
         if isinstance(module, Router) and isinstance(copied_module, Router):
             copied_module.config = module.config
@@ -260,13 +264,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
             copied_module.mod_record.together = module.mod_record.together
     share_proofs(model, copied)
     return copied
-
-
-def _attend_by_shapes(config: Any) -> None:
-    """Let a model of transformers attend by torch's function, which is counted: kernels of others need a device."""
-    if getattr(config, "_attn_implementation", None) not in (None, "sdpa", "eager"):
-        # The public name would change the parts of the model too.
-        config._attn_implementation_internal = "sdpa"
 
 
 def count_pass(

@@ -488,19 +488,15 @@ def _shapes(inputs: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape[1:]) for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def _reads_images_alone(model: nn.Module) -> bool:
-    parts = find_parts(model)
-    # A model of transformers with a vision tower may read text that no part knows.
-    return "image" in parts and "language" not in parts and not hasattr(model, "get_image_features")
-
-
 def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, Any]:
     """Return a model's arguments by name, without data."""
     if isinstance(input_size, Mapping):
         leaves = tree_leaves(dict(input_size))
         if any(isinstance(leaf, Tensor) for leaf in leaves):
             return {name: tree_map(to_meta, value) for name, value in input_size.items()}
-    if not _reads_images_alone(model):
+    parts = find_parts(model)
+    # A model of transformers with a vision tower may read text that no part knows.
+    if "image" not in parts or "language" in parts or hasattr(model, "get_image_features"):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
     size: Any = input_size
     if isinstance(size, int):

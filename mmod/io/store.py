@@ -241,7 +241,9 @@ class Store:
         assert self.path is not None
         header = b""
         if not self._header:
-            header = _new_header()
+            # Like no other: it tells processes that read the file whether they have read its beginning.
+            text = _MAGIC + secrets.token_hex(8).encode()
+            header = b"%b %b\n" % (text, _checksum(text))
         # Unbuffered, so that nothing is left to be written after an error.
         with self.path.open("ab", buffering=0) as file:
             # What a killed process left half-written.
@@ -380,12 +382,6 @@ def _record_of(identity: Mapping[str, object], timed_on: str | None) -> dict[str
 def key_of(record: Mapping[str, object]) -> str:
     """Return the checksum of plain values, by which a result is found and a file may be named."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _new_header() -> bytes:
-    """Return a header like no other: it tells processes that read a file whether they have read its beginning."""
-    text = _MAGIC + secrets.token_hex(8).encode()
-    return b"%b %b\n" % (text, _checksum(text))
 
 
 def _checksum(text: bytes) -> bytes:
