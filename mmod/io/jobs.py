@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from mmod.io.environment import timing_threads
+from mmod.io.files import LockedError
 from mmod.io.progress import Bar, progress_bar, say
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 
@@ -30,6 +31,8 @@ Callback = Callable[[float], None]
 _Report = tuple[int, float, int, float]
 # Seconds in which nothing is computed that is worth an estimate.
 _AT_ONCE = 0.2
+# Seconds before the next job, where another program does one.
+_PAUSE = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Runner:
     title: str = "study"
     cpu: dict[int, float] = field(default_factory=dict)  # Seconds used so far by process id.
     began: float = field(default_factory=time.process_time)  # Of this process: what it did before is not counted.
+    put_off: list[Job] = field(default_factory=list)  # Jobs that another program was met at.
 
     @property
     def cpu_seconds(self) -> float:
@@ -73,7 +77,10 @@ class Runner:
             say(line)
 
     def run(self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Callback], Result]) -> Iterator[tuple[AnyJob, Result]]:
-        """Do the jobs by `do`, which other processes get pickled, and yield every finished job with its result."""
+        """Do the jobs by `do`, which other processes get pickled, and yield every finished job with its result.
+
+        Where another program does a job, `do` raises a LockedError: it is done again after the others.
+        """
         layout = f"{self.title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
         work = sum(job.work for job in jobs)
         # One bar over all: its unit is expected work, since jobs differ in length.
@@ -83,11 +90,19 @@ class Runner:
             if self.processes > 1:
                 yield from self._side_by_side(jobs, do, bar)
                 return
-            for index, job in enumerate(jobs):
+            waiting = list(range(len(jobs)))
+            while waiting:
+                index = _ready(jobs, waiting)[0]
+                waiting.remove(index)
                 bar.begin(index)
-                result = do(job, partial(bar.update, index))
+                try:
+                    result = do(jobs[index], partial(bar.update, index))
+                except LockedError:
+                    waiting.append(index)
+                    self._put_off(jobs[index])
+                    continue
                 bar.update(index, 1.0)
-                yield job, result
+                yield jobs[index], result
 
     def _side_by_side(
         self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Callback], Result], bar: _JobBar
@@ -100,11 +115,10 @@ class Runner:
 
         running: dict[Future[Result], int] = {}
         waiting = list(range(len(jobs)))
-        unfinished = {(job.name, job.seed) for job in jobs}
         try:
             with heeding(Stop()) as stop:
                 while waiting or running:
-                    ready = [index for index in waiting if jobs[index].starts_from not in unfinished]
+                    ready = _ready(jobs, waiting, running.values())
                     for index in ready[: self.processes - len(running)]:
                         waiting.remove(index)
                         running[pool.submit(_work, do, jobs[index], index)] = index
@@ -117,8 +131,12 @@ class Runner:
                         self._pass_on(stop.number, pool, workers)
                     for future in done:
                         index = running.pop(future)
-                        unfinished.remove((jobs[index].name, jobs[index].seed))
-                        result = future.result()
+                        try:
+                            result = future.result()
+                        except LockedError:
+                            waiting.append(index)
+                            self._put_off(jobs[index])
+                            continue
                         bar.update(index, 1.0)
                         yield jobs[index], result
         except BaseException:
@@ -128,6 +146,13 @@ class Runner:
                 process.terminate()
             raise
         pool.shutdown()
+
+    def _put_off(self, job: Job) -> None:
+        """Say once that another program does a job, and give it a moment."""
+        if job not in self.put_off:
+            self.say(f"{job}: another program does it, so that others go first")
+            self.put_off.append(job)
+        time.sleep(_PAUSE)
 
     def _pass_on(self, number: int, pool: ProcessPoolExecutor, workers: Iterable[BaseProcess]) -> NoReturn:
         """Pass a stop signal on to the workers, whose runs save, and exit after them."""
@@ -143,6 +168,12 @@ class Runner:
             index, share, process, seconds = reports.get()
             self.cpu[process] = seconds
             bar.update(index, share)
+
+
+def _ready(jobs: Sequence[Job], waiting: Sequence[int], running: Iterable[int] = ()) -> list[int]:
+    """Return the waiting jobs that start from none which waits or runs."""
+    unfinished = {(jobs[index].name, jobs[index].seed) for index in (*waiting, *running)}
+    return [index for index in waiting if jobs[index].starts_from not in unfinished]
 
 
 class _JobBar:

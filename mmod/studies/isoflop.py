@@ -20,7 +20,7 @@ from mmod.analysis.statistics import Estimate, difference, published
 from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
 from mmod.analysis.table import Measured, Table, compare, means_over_seeds
 from mmod.data.loader import text_stream
-from mmod.io.files import make_folder
+from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, MarkdownTable, table_of
@@ -177,11 +177,13 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     runs = at_rates(runs, table.rates)
     result: StudyResult | None = None
     for run in compare(table, [runs], Measurer(_train, store), runner):
-        question.keep(folder, table.runs, _REPORT)
-        # By seed, so that there is a picture after the first.
-        if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):
-            points = [setting.row(table.rates[setting.name], table.figures(setting.name)) for setting in settings]
-            result = _write(config, command, points, runner)
+        # Other programs may do runs of the study too.
+        with locked(folder, wait=True):
+            question.keep(folder, table.runs, _REPORT)
+            # By seed, so that there is a picture after the first.
+            if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):
+                points = [setting.row(table.rates[setting.name], table.figures(setting.name)) for setting in settings]
+                result = _write(config, command, points, runner)
     assert result is not None
     return result
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mmod.analysis.style import save_picture
 from mmod.analysis.table import DENSE, Table, compare
-from mmod.io.files import make_folder
+from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Runner
 from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
@@ -114,24 +114,28 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     is_announced = False
     # Each run comes back once its rows are in the table.
     for run in compare(table, [runs], measurer, runner):
-        question.keep(comparison.folder, table.runs)
-        if run.seed == 0 and run.name in names:
-            done[run.name] = measurer.ready(run)
-            table.costs[run.name] = _counted(study, done[run.name], measurer, table)
-            _draw_once(study, done[run.name], measurer)
-        # Where nothing is trained, the next model is there before a picture is drawn.
-        is_first = run.seed == 0 and (len(done) == 2 or run.is_trained)
-        is_seed_done = all(run.seed in table.runs.get(one.name, {}) for one in comparison.candidates)
-        if len(done) > 1 and DENSE in done and (is_first or is_seed_done):
-            write()
-            if not is_announced:
-                runner.say(f"table and picture, from now on: {comparison.folder}/tradeoff.{{md,png}}")
-            is_announced = True
+        # Other programs may do runs of the study too.
+        with locked(comparison.folder, wait=True):
+            question.keep(comparison.folder, table.runs)
+            if run.seed == 0 and run.name in names:
+                done[run.name] = measurer.ready(run)
+                table.costs[run.name] = _counted(study, done[run.name], measurer, table)
+                _draw_once(study, done[run.name], measurer)
+            # Where nothing is trained, the next model is there before a picture is drawn.
+            is_first = run.seed == 0 and (len(done) == 2 or run.is_trained)
+            is_seed_done = all(run.seed in table.runs.get(one.name, {}) for one in comparison.candidates)
+            if len(done) > 1 and DENSE in done and (is_first or is_seed_done):
+                write()
+                if not is_announced:
+                    runner.say(f"table and picture, from now on: {comparison.folder}/tradeoff.{{md,png}}")
+                is_announced = True
     sizes = list(study.config.size_suffixes)
-    table.times, table.waiting = times_of(
-        done, measurer, study.kind.readings, sizes, study.config.latency_rounds, shown=runner.progress
-    )
-    return write()
+    # Timed alone, and once.
+    with locked(comparison.folder, wait=True):
+        table.times, table.waiting = times_of(
+            done, measurer, study.kind.readings, sizes, study.config.latency_rounds, shown=runner.progress
+        )
+        return write()
 
 
 def _rates_of(study: Study) -> Rates | None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from mmod.io import jobs
+from mmod.io.files import LockedError
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from tests.kit.processes import FORKING, run_processes
@@ -83,6 +84,28 @@ def test_runs_that_start_from_none_do_not_wait(monkeypatch: pytest.MonkeyPatch, 
         Given(name="other", seed=0, value=tmp_path, starts_from=("base", 0)),
     ]
     assert len(list(Runner(processes=2, progress=False).run(alone, meet))) == 2
+
+
+def meet_another(job: Given, callback: Callback) -> str:
+    """Do a job unless another program does it, which ends when the job "last" is done."""
+    if job.name == "taken" and not (job.value / "last").exists():
+        raise LockedError("another process is writing")
+    (job.value / job.name).touch()
+    return job.name
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_another_program_does_comes_after_the_others_and_before_what_starts_from_it(
+    processes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jobs, "multiprocessing", FORKING)
+    monkeypatch.setattr(jobs, "_PAUSE", 0.01)
+    starts = {"taken": None, "after": ("taken", 0), "other": None, "last": None}
+    runs = [Given(name=name, seed=0, value=tmp_path, starts_from=start) for name, start in starts.items()]
+    done = [job.name for job, _ in Runner(processes=processes).run(runs, meet_another)]
+    assert sorted(done) == sorted(starts)
+    assert done.index("last") < done.index("taken") < done.index("after")
+    assert capsys.readouterr().out.count("taken, seed 0: another program does it") == 1
 
 
 def test_a_run_that_fails_ends_the_study_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

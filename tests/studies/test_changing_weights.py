@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from mmod.cli import main
 from mmod.io.files import locked
+from mmod.io.jobs import Job, Runner
 from mmod.io.records import FolderTakenError
 from mmod.io.store import STORE
 from mmod.studies.kind_configs import ImageStudyConfig
@@ -17,6 +19,7 @@ from mmod.studies.question import Question
 from mmod.studies.study import run_study
 from mmod.training import fit
 from mmod.training.engine.config import RunConfig
+from mmod.training.engine.run_folder import is_finished
 from tests.kit.folders import save_images
 from tests.kit.image_study import config
 
@@ -96,3 +99,28 @@ def test_a_study_ends_where_its_weights_are_other_ones_than_at_its_start_and_goe
     shutil.copytree(kept, first, dirs_exist_ok=True)
     run_study(study, progress=False)
     assert (tmp_path / "study" / STORE).read_text().startswith(store)
+
+
+def test_a_study_goes_on_with_other_runs_where_another_program_does_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(config(tmp_path), progress=False)
+    study = ImageStudyConfig(
+        output=str(tmp_path / "study"),
+        dense=str(tmp_path / "run"),
+        routers={name: {"router": name, "blocks": [1]} for name in ("norm", "stride")},
+        finetune={"epochs": 1, "epoch_steps": 1},
+        controls={"norm": False},
+    )
+    runs = tmp_path / "study" / "seed0"
+    with ExitStack() as other:
+        other.enter_context(locked(runs / "norm-0.5", wait=False))
+
+        def end(runner: Runner, job: Job) -> None:
+            assert job.name == "norm-0.5"
+            if is_finished(runs / "stride-0.5"):
+                other.close()
+
+        monkeypatch.setattr(Runner, "_put_off", end)
+        result = run_study(study, progress=False)
+    assert [row["name"] for row in result.rows] == ["dense", "norm-0.5", "stride-0.5"]
