@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -275,22 +276,16 @@ def _meant_command(command: str, path: str) -> str:
     if "model" not in fields or command.endswith("_OR_RUN"):
         return ""
     kind = fields.get("kind")
-    if kind is None and _is_of_images(fields):
-        kind = "image"
+    if kind is None:
+        with suppress(ValueError, TypeError):
+            from_plain(config_class("image"), fields)
+            kind = "image"
     if kind is None:
         # Only the command says the kind of a file that names none.
         return "" if command.startswith("train") else "mmod train KIND"
     if kind not in KINDS:
         return ""
     return f"mmod train {kind}"
-
-
-def _is_of_images(fields: dict[str, object]) -> bool:
-    try:
-        from_plain(config_class("image"), fields)
-    except (ValueError, TypeError):
-        return False
-    return True
 
 
 def _end(text: str) -> NoReturn:

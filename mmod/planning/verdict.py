@@ -118,7 +118,8 @@ def beside_controls(
             told = f"{shown} ({value:+.1f}; {better} by agreement)"
         else:
             # An interval with zero in it is no proof of equality: all of it has to be small.
-            group = "alike" if _is_equivalent(value, tolerance) else "open"
+            is_small = max(-value.low, value.high) <= 100 * tolerance
+            group = "alike" if is_small else "open"
         groups[group].append(told)
     named = {group: "; ".join(names) for group, names in groups.items() if names}
     sentences = {
@@ -162,8 +163,3 @@ def say_guessing(correct: float, classes: int | None, samples: int) -> str:
         f"the dense model is hardly better than chance ({percent}), so that differences to it say nothing. It needs "
         "more training, or the labels or the preprocessing are not those it was trained with."
     )
-
-
-def _is_equivalent(difference: Estimate, tolerance: float) -> bool:
-    """Return whether the whole interval of a difference in points is within a tolerance to both sides."""
-    return max(-difference.low, difference.high) <= 100 * tolerance

@@ -46,7 +46,10 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
             "images, one with model.args.global_pool '' patches"
         )
     if pretrained and data.channels == 3:
-        published = _published_statistics(model)
+        published: Mapping[str, Any] = getattr(model, "pretrained_cfg", {})
+        name_or_path: Any = getattr(model, "name_or_path", "")
+        if is_of_transformers(name_or_path):
+            published = processor_fields(name_or_path)
         for name, default in {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}.items():
             actual = tuple(getattr(data, name) or default)
             expected = tuple(published.get(name, default))
@@ -94,10 +97,3 @@ def check_same_classes(numbers: Mapping[str, int] | None, checkpoint: str | Path
         f"{what} {str(checkpoint)!r} answers with other classes: {name!r} is {others.get(name, 'none')} there and "
         f"{numbers.get(name, 'none')} here"
     )
-
-
-def _published_statistics(model: Any) -> Mapping[str, Any]:
-    """Return the "mean" and "std" of the images that a model's weights were trained on, where they are known."""
-    if is_of_transformers(getattr(model, "name_or_path", "")):
-        return processor_fields(model.name_or_path)
-    return getattr(model, "pretrained_cfg", {})
