@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.image import imread
 
 from mmod.analysis.fronts import Fronts, Mark
-from mmod.analysis.style import FAINT, INK, new_figure, tidy
+from mmod.analysis.style import INK, new_figure, tidy
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "main_job.png"
@@ -41,10 +41,8 @@ def main() -> None:
     kept.set_title("gradual-0.5: patches that are computed, by block", fontsize=10, color=INK)
     fronts = Fronts([front], [marks()], faster=True)
     front.set(xlabel="times as fast, batches of 32", ylabel="top-1 accuracy in %")
-    note = "arrows: MoD, at 36 and 41 %; shallow: trained from scratch, all else untrained"
-    front.set_title(note, fontsize=9, color=FAINT, loc="right")
     tidy(front, "both")
-    fronts.name(figure)
+    fronts.name(figure, "shallow: trained from scratch, all else untrained")
     figure.savefig(options.picture, dpi=120)
     print(options.picture)
 
