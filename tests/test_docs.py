@@ -118,7 +118,10 @@ def test_pages_stay_short() -> None:
     written = {path.relative_to(ROOT).as_posix() for path in reference.pages()}
     guides = [page for page in PAGES if page.startswith("docs/") and page not in {*notebook, *written}]
     in_tables = sum(words_in(PAGES[page])[1] for page in guides)
-    assert in_tables + sum(words_in(PAGES[page])[0] for page in guides) <= 22_000
+    words = in_tables + sum(words_in(PAGES[page])[0] for page in guides)
+    assert words <= 19_000
+    # A table compares values; what explains is a list or a section.
+    assert in_tables <= 0.1 * words
 
 
 def test_installation_takes_the_address_of_a_repository() -> None:
