@@ -169,7 +169,7 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     store = Store(folder / STORE)
     # Of other rates, another one may be the best.
     question = question_of({"kind": "isoflop", "rates": sorted(config.rates)}, runs)
-    question.check(folder, _REPORT)
+    question.begin(folder, _REPORT)
     # The results of this seed are not reported. Of equal losses the lowest rate is taken.
     rates = Rates(sorted(config.rates), _GAIN, _gain, folder / "rates", seed=config.seeds)
     table = Table()

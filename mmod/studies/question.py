@@ -40,6 +40,12 @@ class Question:
     # Keys of runs that change no figure, such as the device.
     free_keys: Collection[str] = ()
 
+    def begin(self, folder: Path, report: str = REPORT) -> None:
+        """Check a folder, and record what its first result will answer: a stopped start may leave one and no table."""
+        self.check(folder, report)
+        answered = answered_by(folder) or {"models": ()}
+        self.keep(folder, answered["models"], report)
+
     def check(self, folder: Path, report: str = REPORT) -> None:
         """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data.
 
@@ -49,7 +55,8 @@ class Question:
             report: The file that says that there is a table.
         """
         answered = answered_by(folder)
-        if answered is not None:
+        # A start that was stopped before its first result leaves the question alone.
+        if answered is not None and [path.name for path in folder.iterdir()] != [QUESTION]:
             self._check_data(folder, answered)
         table = folder / report
         if not table.exists():
@@ -67,11 +74,10 @@ class Question:
 
     def _check_data(self, folder: Path, answered: Mapping[str, Any]) -> None:
         """Raise a FolderTakenError if the results in a folder, with a table or without, are of other files of data."""
-        data = self.evaluation.get(_DATA)
-        changes = differences({_DATA: answered["evaluation"].get(_DATA)}, {_DATA: data})
+        changes = differences({_DATA: answered["evaluation"].get(_DATA)}, {_DATA: self.evaluation.get(_DATA)})
         if changes:
             raise FolderTakenError(
-                f"{str(folder)!r} has results of other evaluation data: restore its files, or name another folder, "
+                f"{str(folder)!r} was begun with other evaluation data: restore its files, or name another folder, "
                 f"--output FOLDER. Differing: {changes}"
             )
 

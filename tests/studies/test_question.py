@@ -12,6 +12,7 @@ import timm
 from safetensors.torch import save_file
 
 from mmod.io.records import QUESTION, FolderTakenError
+from mmod.io.store import STORE
 from mmod.io.yaml import merged
 from mmod.studies.candidates import comparison_of
 from mmod.studies.kind_configs import ImageStudyConfig
@@ -192,9 +193,10 @@ def test_a_study_of_other_files_takes_no_table(tmp_path: Path) -> None:
     with pytest.raises(FolderTakenError, match=told):
         asked().check(folder)
     # The rows in its store are of the other files too.
-    (folder / "tradeoff.json").unlink()
+    (folder / "tradeoff.json").rename(folder / STORE)
     with pytest.raises(FolderTakenError, match=told):
         asked().check(folder)
+    (folder / STORE).unlink()
     (folder / "tradeoff.json").write_text("{}")
     # Nor one that did not record its files.
     record = folder / QUESTION
@@ -203,6 +205,24 @@ def test_a_study_of_other_files_takes_no_table(tmp_path: Path) -> None:
     record.write_text(json.dumps(answered))
     with pytest.raises(FolderTakenError, match="data: None there, '2 files"):
         asked().check(folder)
+
+
+def test_a_study_that_was_stopped_before_its_first_result_knows_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    asked = {files: Question({"data": files}, 1, {"dense": {"is_trained": False}}) for files in ("these", "others")}
+    asked["these"].begin(folder)
+    # Nothing was measured of these.
+    asked["others"].begin(folder)
+    # A result, of which a kill left no record.
+    (folder / STORE).touch()
+    asked["others"].begin(folder)
+    with pytest.raises(FolderTakenError, match="Differing: data: 'others' there, 'these' now"):
+        asked["these"].begin(folder)
+    # What is recorded of models stays as the study goes on.
+    asked["others"].keep(folder, ["dense"])
+    asked["others"].begin(folder)
+    assert json.loads((folder / QUESTION).read_text())["models"].keys() == {"dense"}
 
 
 @pytest.mark.parametrize(
