@@ -166,24 +166,24 @@ class RowSource(NamedTuple):
         for pixels, side in self.pictures(arguments):
             frames, rows, columns, *_ = pixels.shape
             size = PictureSize(frames, rows, columns, side)
-            parts.append(_in_rows(see(pixels), self.places(size, pixels.device)))
+            parts.append(_in_rows(see(pixels), self.positions(size, pixels.device)))
         longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
         seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))
         calls.value.show_patches(Patches(None, seen))
 
-    def places(self, size: PictureSize, device: torch.device) -> Tensor:
-        """Return the place of each patch of a frame (N) among the rows that blocks get."""
+    def positions(self, size: PictureSize, device: torch.device) -> Tensor:
+        """Return the position of each patch of a frame (N) among the rows that blocks get."""
         numbers = torch.arange(size.rows * size.columns, device=device)
         row_N = spread_rows(numbers.unsqueeze(1), size._replace(frames=1), 1).flatten()
         if self.order is None:
             return row_N
-        # It says which row comes at each place; asked for is the place of each row.
+        # It says which row comes at each position; asked for is the position of each row.
         comes_N = self.order(self.module, (size.rows, size.columns)).to(device)
         return comes_N.argsort()[row_N]
 
-    def by_place(self, value_P: Tensor, size: PictureSize) -> Tensor:
+    def by_position(self, value_P: Tensor, size: PictureSize) -> Tensor:
         """Return what blocks say of each patch of a picture (P) by its row and column (B, R, C)."""
-        value_BN = value_P.unflatten(0, (size.frames, -1))[:, self.places(size, value_P.device)]
+        value_BN = value_P.unflatten(0, (size.frames, -1))[:, self.positions(size, value_P.device)]
         return value_BN.unflatten(1, (size.rows, size.columns))
 
 

@@ -231,7 +231,7 @@ class TowerImportance(TowerReader):
             for name in names:
                 sizes += picture_sizes(arguments, rows.side, f"{name}_")
             pictures = torch.cat([value.flatten() for value in calls]).split([size.patches for size in sizes])
-            return [(rows.by_place(value_P, size), size.side) for value_P, size in zip(pictures, sizes)]
+            return [(rows.by_position(value_P, size), size.side) for value_P, size in zip(pictures, sizes)]
         # Images of several sizes may be one sequence, without prefix tokens.
         parts = [value if value.ndim == 1 else value[:, self.first :] for value in calls]
         side = side_of(sum(part.numel() for part in parts), tokens)
