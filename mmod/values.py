@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-_NAMES: dict[Any, str] = {
+_NAMES: dict[object, str] = {
     Mapping: "a mapping of names to values",
     bool: "true or false",
     int: "an integer",

@@ -33,6 +33,7 @@ from mmod.blocks import (
 )
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=nn.Module)
 # How rows that differ by image are passed, see `CallForm`; the first is tried before the others.
 LAYOUTS = ("heads", "batch", "flat")
 # What the forward of a model takes: images, all arguments in order, or arguments by name.
@@ -355,14 +356,14 @@ def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str, module: nn.Module
 def light_copy(model: nn.Module, block_list: nn.Module) -> Any:
     """Return a copy of a model in evaluation mode, without hooks, whose weights outside the blocks run on the CPU."""
     # Those of the blocks are never used.
-    tensors = {id(tensor): tensor for tensor in (*block_list.parameters(), *block_list.buffers())}
+    tensors: dict[int, object] = {id(tensor): tensor for tensor in (*block_list.parameters(), *block_list.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in tensors:
             tensors[id(tensor)] = runnable(tensor)
     return copy_with(model, tensors)
 
 
-def copy_with(module: nn.Module, tensors: dict[int, Any]) -> Any:
+def copy_with(module: Model, tensors: dict[int, object]) -> Model:
     """Return a copy in evaluation mode, without hooks and replaced forwards.
 
     Args:

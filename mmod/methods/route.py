@@ -138,10 +138,12 @@ class Route(Method):
             return True
         return all(config.decides_alone(training=False) for config in self.parts.values())
 
-    def deciding_together(self, model: nn.Module) -> Any:
-        """Return a context in which routers select by top-k in evaluation too."""
+    @contextmanager
+    def deciding_together(self, model: nn.Module) -> Iterator[None]:
+        """Context in which routers select by top-k in evaluation too."""
         language = {"inference_threshold": None, "predictor": False}
-        return deciding_by(model, lambda config: config.replace(language=language))
+        with deciding_by(model, lambda config: config.replace(language=language)):
+            yield
 
     def find(self, model: nn.Module) -> dict[str, BlockStack]:
         """Return the block stacks of the parts, by name."""

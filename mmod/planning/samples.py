@@ -466,7 +466,7 @@ def _measured(outcomes: dict[str, np.ndarray]) -> Measured:
     return Measured({}, samples=len(outcomes[AGREEMENT]), outcomes=outcomes)
 
 
-def _identity(model: nn.Module, part: str, samples: int, outputs: str | Sequence[str]) -> dict[str, Any]:
+def _identity(model: nn.Module, part: str, samples: int, outputs: str | Sequence[str]) -> dict[str, object]:
     return {
         "work": "rows of advice",
         "model": type(model).__name__,
