@@ -94,7 +94,7 @@ class Kind(Protocol):
     def data(self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None) -> Any:
         """Open the evaluation samples of one process, or with a seed the shuffled training samples.
 
-        Raise a ValueError unless the model fits them.
+        Raise a ValueError unless the model fits them. The run's config says which, so no other is passed.
 
         Args:
             classes: Those of the training data beside which a run is evaluated, where these have any.
@@ -105,6 +105,9 @@ class Kind(Protocol):
 
     def score(self, model: nn.Module, data: Any, progress: bool, store: BatchStore | None = None) -> Evaluated:
         """Evaluate a model over the evaluation samples of this process, as `data` opened them.
+
+        It gets the model, and not only the rows of `evaluate`: images may be evaluated at several capacities, pairs by
+        classes that are no pairs, and conversations by answers that the model generates.
 
         Args:
             store: Keeps what is computed of each batch; None keeps nothing.
