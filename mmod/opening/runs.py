@@ -234,16 +234,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
         # The loop renames what is whole; in one of the trainer, checksums are written last.
         if path.name.startswith("step-") or (path.name.startswith("checkpoint-") and (path / SUMS).is_file()):
             finished.append(path)
-    return sorted(finished, key=_numbers_in, reverse=True)
+    return sorted(finished, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, finished or not; other files are ignored."""
     return [path for path in folder.glob("*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-
-
-def _numbers_in(path: Path) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 def find_weights(path: str | Path) -> Path:
