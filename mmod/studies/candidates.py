@@ -194,8 +194,8 @@ def baseline(plain: Candidate, settings: Mapping[str, Any]) -> Candidate:
             return dataclasses.replace(plain, changes=merged({"model": model}, plain.changes))
         return _from_scratch(plain, {"model": {"args": settings["args"]}})
     method = without(settings, ("routing",))
-    settled = {key: value for key, value in method.items() if value != FIT}
-    if read_method(settled).replaces:
+    fixed = {key: value for key, value in method.items() if value != FIT}
+    if read_method(fixed).replaces:
         # A model from scratch is not routed: `routing` is refused.
         read_method(settings)
         return dataclasses.replace(_from_scratch(plain, {}), methods=(method,))
@@ -279,9 +279,9 @@ def with_controls(
     controlled: list[Candidate] = []
     added: list[Candidate] = []
     for candidate in candidates:
-        is_settled = candidate.control in names or named.get(candidate.series) is False
+        needs_none = candidate.control in names or named.get(candidate.series) is False
         drawn = None
-        if candidate.series in routed and not candidate.at_random and not is_settled:
+        if candidate.series in routed and not candidate.at_random and not needs_none:
             drawn = _at_random(candidate, is_of_parts)
         if drawn is None:
             controlled.append(candidate)

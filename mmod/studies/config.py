@@ -423,8 +423,8 @@ def _check_named(series: str, routing: Mapping[str, object]) -> None:
         return
     named = preset(series)
     # What is still to be fitted is a number, and no option that is compared.
-    settled = {key: value for key, value in routing.items() if key != "depth" and value != FIT}
-    known = read_routing(settled)
+    fixed = {key: value for key, value in routing.items() if key != "depth" and value != FIT}
+    known = read_routing(fixed)
     for option in ("router", "select", "skipped", "operator", "context"):
         expected = spelled(getattr(named, option))
         actual = spelled(getattr(known, option))
