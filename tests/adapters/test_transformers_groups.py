@@ -211,28 +211,34 @@ def test_predictor_sends_no_gradient_into_the_model() -> None:
     assert all(".predictor." in name for name in trained)
 
 
-def test_wrong_use_is_refused() -> None:
+# By the host's name and the part: its routing, and what the message says.
+REFUSED: list[tuple[str, str, mmod.RoutingConfig, str]] = [
+    ("llava", "image", LINEAR.replace(language={"scored": "norm"}), r"no layer .*: remove language\.scored"),
+    ("llava", "image", LINEAR.replace(router={"tied": True}), r"no layer of a language model: remove router\.tied"),
+    ("llava", "language", LINEAR.replace(router={"shared": True}), r"shared is for images and captions, .* generates"),
+    ("llava", "language", LINEAR.replace(select=mmod.Threshold(0.5, min_tokens=1)), "threshold takes neither"),
+    ("qwen2-vl", "language", LINEAR.replace(language={"positions": "compact"}), "compact"),
+    ("llama", "language", mmod.preset("mindskip", depth=4), r"router\.per='sequence' is for images and captions"),
+    ("llama", "image", LINEAR, "has no part image"),
+]
+
+
+@pytest.mark.parametrize(("host", "part", "config", "message"), REFUSED)
+def test_a_routing_that_does_not_fit_is_refused_before_anything_changes(
+    host: str, part: str, config: mmod.RoutingConfig, message: str
+) -> None:
+    model = make_language(host) if host == "llama" else make_joint(host)
+    with pytest.raises(ValueError, match=message):
+        mmod.route_(model, **{part: config})
+    assert not mmod.is_routed(model)
+
+
+def test_wrong_calls_are_refused() -> None:
     model = make_joint("llava")
     model.config.image_token_id = None
     with pytest.raises(ValueError, match="names no image token"):
         mmod.route_(model, language=LINEAR)
-    model = make_joint("llava")
-    with pytest.raises(ValueError, match=r"no layer of a language model: remove language\.scored"):
-        mmod.route_(model, image=LINEAR.replace(language={"scored": "norm"}))
-    with pytest.raises(ValueError, match=r"no layer of a language model: remove router\.tied"):
-        mmod.route_(model, image=LINEAR.replace(router={"tied": True}))
-    with pytest.raises(ValueError, match=r"router\.shared is for images and captions, and .* generates text"):
-        mmod.route_(make_joint("llava"), language=LINEAR.replace(router={"shared": True}))
-    with pytest.raises(ValueError, match="a language model's threshold takes neither"):
-        mmod.route_(make_joint("llava"), language=LINEAR.replace(select=mmod.Threshold(0.5, min_tokens=1)))
-    with pytest.raises(ValueError, match=r"router\.per='sequence' is for images and captions"):
-        mmod.route_(make_language("llama"), mmod.preset("mindskip", depth=4))
-    with pytest.raises(ValueError, match="compact"):
-        mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(language={"positions": "compact"}))
-    with pytest.raises(ValueError, match="has no part image"):
-        mmod.route_(make_language("llama"), image=LINEAR)
-    assert not mmod.is_routed(model)
-    mmod.route_(model, language=LINEAR.replace(capacity=0.1))
+    model = mmod.route_(make_joint("llava"), language=LINEAR.replace(capacity=0.1))
     with pytest.raises(ValueError, match="keeps none of 9 image tokens"):
         model(**prompt("llava", (1,)))
     with pytest.raises(RuntimeError, match="call the routed model"):

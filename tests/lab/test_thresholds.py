@@ -179,21 +179,36 @@ def test_a_threshold_for_every_block() -> None:
         mmod.RoutingConfig(router="linear", select=mmod.Threshold((0.5, 1.5)))
 
 
-def test_what_cannot_be_calibrated_is_refused() -> None:
+IMAGES = easy_and_hard(2)
+
+
+@pytest.mark.parametrize(
+    ("images", "budget", "config", "message"),
+    [
+        (
+            IMAGES,
+            0.3,
+            mmod.preset("gradual", start=3),
+            r"budget must be at least 0\.\d+ of the dense FLOPs with blocks \[3\]",
+        ),
+        (IMAGES, 1.5, None, r"budget must be a number in \(0, 1\), got 1.5"),
+        (
+            IMAGES,
+            0.7,
+            mmod.preset("gradual", router="cells"),
+            "router 'cells' joins tokens of a cell however unlike they are",
+        ),
+        ([IMAGES], 0.7, None, "images must be one tensor"),
+        (IMAGES / 0, 0.7, None, "images must be finite"),
+        (IMAGES[0], 0.7, None, r"images must be \(B, C, H, W\), got \(3, 80, 80\)"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(images: Any, budget: float, config: Any, message: str) -> None:
     model = make_model(NAME, img_size=SIDE)
-    images = easy_and_hard(2)
-    with pytest.raises(ValueError, match=r"budget must be at least 0\.\d+ of the dense FLOPs with blocks \[3\]"):
-        calibrate_thresholds(model, images, 0.3, mmod.preset("gradual", start=3))
-    with pytest.raises(ValueError, match=r"budget must be a number in \(0, 1\), got 1.5"):
-        calibrate_thresholds(model, images, 1.5)
-    with pytest.raises(ValueError, match="router 'cells' joins tokens of a cell however unlike they are"):
-        calibrate_thresholds(model, images, 0.7, mmod.preset("gradual", router="cells"))
+    with pytest.raises((TypeError, ValueError), match=message):
+        calibrate_thresholds(model, images, budget, *filter(None, [config]))
+
+
+def test_a_routed_model_is_not_calibrated() -> None:
     with pytest.raises(ValueError, match="is routed already"):
-        calibrate_thresholds(mmod.route_(model, "gradual"), images, 0.7)
-    mmod.unroute_(model)
-    with pytest.raises(TypeError, match="images must be one tensor"):
-        calibrate_thresholds(model, [images], 0.7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="images must be finite"):
-        calibrate_thresholds(model, images / 0, 0.7)
-    with pytest.raises(ValueError, match=r"images must be \(B, C, H, W\), got \(3, 80, 80\)"):
-        calibrate_thresholds(model, images[0], 0.7)
+        calibrate_thresholds(mmod.route_(make_model(NAME, img_size=SIDE), "gradual"), IMAGES, 0.7)
