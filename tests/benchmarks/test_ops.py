@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -196,22 +197,35 @@ def test_bounds_count_what_must_be_moved_and_computed() -> None:
     assert rates.limit(Work(bytes=200, flops=3000)) == "matmul"
 
 
-def test_config_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown ops \['gather'\]; valid are attention_with_importance"):
-        OpBenchmarkConfig(ops=["gather"])
-    with pytest.raises(ValueError, match="sizes must name at least one value"):
-        OpBenchmarkConfig(sizes=[])
-    with pytest.raises(ValueError, match="tokens must be an integer of at least 1, got 0"):
-        OpSize(images=1, tokens=0)
-    with pytest.raises(ValueError, match="needs either at_least or at_most"):
-        Criterion(name="both", parts=["a"], column="ms", at_least=1, at_most=2)
-    part = OpBenchmarkConfig(out="a")
-    with pytest.raises(ValueError, match=r"names columns \['of_free'\]; a has"):
-        SuiteConfig(ops=[part], thresholds=[Criterion(name="b", parts=["a"], column="of_free", at_least=1)])
-    with pytest.raises(ValueError, match="is set for 'b'; parts are a"):
-        SuiteConfig(ops=[part], thresholds=[Criterion(name="b", parts=["b"], column="of_bound", at_least=1)])
-    with pytest.raises(ValueError, match="each with an out folder of its own"):
-        SuiteConfig(ops=[part], models=[BenchmarkConfig(out="a")])
+PART = OpBenchmarkConfig(out="a")
+# What a config says, and what the message does.
+REFUSED: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (OpBenchmarkConfig, {"ops": ["gather"]}, r"unknown ops \['gather'\]; valid are attention_with_importance"),
+    (OpBenchmarkConfig, {"sizes": []}, "sizes must name at least one value"),
+    (OpSize, {"images": 1, "tokens": 0}, "tokens must be an integer of at least 1, got 0"),
+    (
+        Criterion,
+        {"name": "both", "parts": ["a"], "column": "ms", "at_least": 1, "at_most": 2},
+        "needs either at_least or at_most",
+    ),
+    (
+        SuiteConfig,
+        {"ops": [PART], "thresholds": [Criterion(name="b", parts=["a"], column="of_free", at_least=1)]},
+        r"names columns \['of_free'\]; a has",
+    ),
+    (
+        SuiteConfig,
+        {"ops": [PART], "thresholds": [Criterion(name="b", parts=["b"], column="of_bound", at_least=1)]},
+        "is set for 'b'; parts are a",
+    ),
+    (SuiteConfig, {"ops": [PART], "models": [BenchmarkConfig(out="a")]}, "each with an out folder of its own"),
+]
+
+
+@pytest.mark.parametrize(("config_class", "fields", "message"), REFUSED)
+def test_config_names_what_is_wrong(config_class: Callable[..., object], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_class(**fields)
 
 
 @pytest.mark.usefixtures("small_probes")
