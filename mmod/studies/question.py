@@ -43,8 +43,10 @@ class Question:
     def begin(self, folder: Path, report: str = REPORT) -> None:
         """Check a folder, and record what its first result will answer: a stopped start may leave one and no table."""
         self.check(folder, report)
-        answered = answered_by(folder) or {"models": ()}
-        self.keep(folder, answered["models"], report)
+        answered = answered_by(folder)
+        # What other programs record of their models meanwhile stays.
+        if answered is None or not answered["models"]:
+            self.keep(folder, (), report)
 
     def check(self, folder: Path, report: str = REPORT) -> None:
         """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data.
