@@ -84,9 +84,11 @@ def test_a_study_ends_where_its_weights_are_other_ones_than_at_its_start_and_goe
     )
     keep = Question.keep
 
-    def replace_weights(question: Question, *args: Any) -> None:
-        keep(question, *args)
-        shutil.copytree(other, first, dirs_exist_ok=True)
+    def replace_weights(question: Question, folder: Path, models: Any, *args: Any) -> None:
+        keep(question, folder, models, *args)
+        # Not before the first result.
+        if models:
+            shutil.copytree(other, first, dirs_exist_ok=True)
 
     monkeypatch.setattr(Question, "keep", replace_weights)
     with pytest.raises(ValueError, match=r"0/run' has other weights than at the start, .*restore them to go on"):
