@@ -195,8 +195,8 @@ def _share_hint(value: object, limit: Limit | None) -> str:
     if least < 0 or most != 1:
         return ""
     percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%?", str(value))
-    # Between 1 and 2 a number is rather a slip than a percentage.
-    if percent is None or float(percent[1]) < 2:
+    # Up to 2, a number alone is rather a slip than a percentage.
+    if percent is None or (float(percent[1]) <= 2 and "%" not in percent[0]):
         return ""
     share = float(percent[1]) / 100
     # Whether a share is meant is not known: a decay rate has the same limits.

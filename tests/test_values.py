@@ -176,6 +176,7 @@ def test_an_integer_too_long_to_be_written_is_refused_in_one_line() -> None:
         (101, "[0, 1]", ""),
         # A slip, and no share.
         (1.5, "[0, 1]", ""),
+        (2, "(0, 1)", ""),
         (-0.5, "[0, 1]", ""),
         (50, "[0, 2]", ""),
     ],

@@ -65,8 +65,7 @@ def one_line_errors(*folders: Path) -> Iterator[None]:
         >>> with one_line_errors():
         ...     RoutingConfig(capacity=2)
         Traceback (most recent call last):
-        SystemExit: error: capacity must be a number in [0, 1] or several values, each a number in [0, 1], got 2; \
-write 0.02 if 2 % is meant
+        SystemExit: error: capacity must be a number in [0, 1] or several values, each a number in [0, 1], got 2
     """
     try:
         with name_missing_extra():

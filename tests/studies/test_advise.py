@@ -280,7 +280,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("test_vit --images images --image_size -3", "--image_size must be .*got -3"),
         ("test_vit --no_pretrained --images images --image_size 100", "a multiple of the model's patches, 16 px"),
         ("resnet10t --no_pretrained --images images --image_size 96", "cannot build 'resnet10t' with .*img_size"),
-        ("test_vit --no_pretrained --images images --tolerance 2", r"in \[0, 1\), got 2; write 0.02 if 2 % is meant"),
+        ("test_vit --no_pretrained --images images --tolerance 3", r"in \[0, 1\), got 3; write 0.03 if 3 % is meant"),
         ("test_vit --images images --tolerance 2.5%", r"in \[0, 1\), got '2.5%'; write 0.025 if 2.5 % is meant"),
         ("test_vit --images images --tolerance few%", r"--tolerance must be a number in \[0, 1\), got 'few%'$"),
         ("test_vit --images images --faster 1.4x", "--faster must be a number above 1, got '1.4x'"),
