@@ -112,6 +112,9 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
         raise ValueError(
             f"messages must be a system message or none, then a question first and an answer after each, got {got}"
         )
+    outside = sum(message.text.count(IMAGE) for message in messages if message.role != "user")
+    if outside:
+        raise ValueError(f"{outside} {IMAGE} outside a question, as in an answer")
     counted = sum(message.text.count(IMAGE) for message in messages)
     if counted != expected:
         raise ValueError(
@@ -119,8 +122,6 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
         )
     if named not in (0, expected):
         raise ValueError(f"{named} names of images for {expected} images")
-    if any(IMAGE in message.text for message in messages if message.role != "user"):
-        raise ValueError(f"{IMAGE} outside a question")
     kinds = record.get("kinds") or []
     is_list = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
     if not is_list or (kinds and len(kinds) != roles.count("user")):

@@ -40,7 +40,11 @@ FAULTS: dict[str, dict[str, Any]] = {
     },
     "1 <image> in the questions for 0": {"id": "1", "conversations": said("<image> a ?", "3")},
     "no list of conversations or messages, but id, conversation$": {"id": "1", "conversation": said("a ?", "3")},
-    "outside a question": {"id": "1", "image": "a.png", "conversations": said("a ?", "<image>")},
+    "1 <image> outside a question, as in an answer": {
+        "id": "1",
+        "image": "a.png",
+        "conversations": said("<image> a ?", "is <image> this ?"),
+    },
     "a path or a list": {"id": "1", "image": 7, "conversations": said("<image> a ?", "3")},
     "one text for each question": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
     "not of the form": {"id": "1", "conversations": ["which is the 7 ?", "3"]},
