@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.io.files import DuplicateKeyError, check_regular, decode_text, near_paths, open_rows, parse_json
+from mmod.io.files import DuplicateKeyError, check_file, decode_text, open_rows, parse_json
 from mmod.values import brief
 
 IMAGE = "<image>"
@@ -257,20 +257,23 @@ def _part_name(part: Mapping[str, object]) -> str | None:
 
 
 def read_records(path: Path) -> list[Any]:
-    """Read a `.json` file with a list of records, or a `.jsonl` file.
+    """Read a `.json` file with a list of records, or a `.jsonl` file; a ValueError for an empty one.
 
     The ValueError of a line that is no JSON, and of a record with a duplicate key, stands in its place.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"no file of conversations at {str(path)!r}{near_paths(path)}")
     if path.suffix == ".jsonl":
         with open_rows(path) as file:
-            return [
-                _parse(line.encode(errors="surrogateescape"), f"line {number}")
-                for number, line in enumerate(file, 1)
-                if line.strip()
-            ]
-    check_regular(path)
+            lines = [(f"line {number}", line) for number, line in enumerate(file, 1) if line.strip()]
+        records = [_parse(line.encode(errors="surrogateescape"), name) for name, line in lines]
+    else:
+        records = _read_list(path)
+    if not records:
+        raise ValueError(f"{str(path)!r} holds no record")
+    return records
+
+
+def _read_list(path: Path) -> list[Any]:
+    check_file(path)
     content = decode_text(path.read_bytes(), str(path))
     try:
         records = parse_json(content, str(path))

@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from mmod.data.convert.packing import (
-    PackConfig,
-    check_image,
-    file_extension,
-    pack_shards,
-    publish,
-)
+from mmod.data.convert.packing import PackConfig, check_image, file_extension, pack_shards, publish
 from mmod.data.corrupt import UnusableError
 from mmod.data.readers.images import ImageFiles, read_image
 from mmod.data.records import check_record, image_names, read_records
@@ -59,12 +53,10 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
     Raises:
         FileNotFoundError: If the source does not exist.
         FileExistsError: If the output holds other files, or a check of another source or with other settings.
-        ValueError: If the source is no list of records.
+        ValueError: If the source is no list of records, or an empty one.
         CorruptDataError: If a record is invalid and `on_corrupt` is "raise"; the report is written first.
     """
     records = read_records(Path(config.source))
-    if not records:
-        raise ValueError(f"{config.source!r} holds no record")
     files = config.files()
     _, dropped = pack_shards(
         config,

@@ -22,6 +22,7 @@ from mmod.data.records import IMAGE, MEDIA_EXTENSIONS, Message, check_record, im
 from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
 from mmod.io.remote import RemoteError
+from mmod.names import prefixed
 
 Protected = Literal["question", "conversation"]
 """Text that is protected in training: all but the answers, or all."""
@@ -104,7 +105,7 @@ class ChatDataset:
             letters = sum(len(text) for _, text in row["messages"])
             counts.append((len(row["images"]), letters))
         if not lines:
-            raise ValueError("no conversation is left")
+            raise ValueError(f"no conversation is left{prefixed('; of the first: ', next(iter(report.faults), None))}")
         self.report = report
         self.images, self.letters = np.array(counts, np.int64).T
         # One array: worker processes share its memory, while reference counting would copy a list to each.

@@ -77,15 +77,11 @@ def open_checked(
     chats = open_conversations(source, config, progress)
     faults = _foreign_tokens(chats, collator.processor)
     if not prompts:
-        folder = Path(source).parent
-        if config.root is not None:
-            folder = Path(config.root)
+        folder = Path(config.root or Path(source).parent)
         faults = {**_kept_check(chats, collator, folder, progress), **faults}
     for index, reason in sorted(faults.items()):
         key = chats.record(index)["key"]
         chats.report.add([Fault(source, f"conversation {index}, {key!r}", reason)])
-    if len(faults) == len(chats):
-        raise ValueError(f"no conversation is left; of the first, {chats.record(0)['key']!r}: {faults[0]}")
     if faults:
         chats = chats.without(faults)
     count = min(_COMPARED, len(chats))
@@ -257,13 +253,11 @@ def _image_size(stored: str | list[Any]) -> Size:
         header = min(length, _HEADER)
     with open(name, "rb") as file:
         file.seek(start)
-        data = file.read(header)
-        try:
-            return _size_in(data)
-        except ValueError:
-            # A header may be longer than this.
-            file.seek(start)
-            data = file.read(length)
+        with contextlib.suppress(ValueError):
+            return _size_in(file.read(header))
+        # A header may be longer than this.
+        file.seek(start)
+        data = file.read(length)
     try:
         return _size_in(data)
     except ValueError as error:
