@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, SupportsInt
 
+from mmod.names import prefixed
 from mmod.values import one_of
 
 OnCorrupt = Literal["raise", "skip"]
@@ -81,14 +82,14 @@ class CorruptReport:
     def __post_init__(self) -> None:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
 
-    def add(self, faults: Iterable[Fault]) -> None:
-        """Count faults, or raise a CorruptDataError that names the first few if `on_corrupt` is "raise"."""
+    def add(self, faults: Iterable[Fault], hint: str = "") -> None:
+        """Count faults; if `on_corrupt` is "raise", raise a CorruptDataError of the first few, with a hint."""
         met = list(faults)
         if met and self.on_corrupt == "raise":
             told = "; ".join(map(str, met[:_TOLD]))
             if len(met) > _TOLD:
                 told += f"; {len(met) - _TOLD} more"
-            raise CorruptDataError(f"{told} {self.advice}")
+            raise CorruptDataError(f"{told} ({self.advice}{prefixed('; ', hint)})")
         for fault in met:
             self.faults[fault] = None
             if self.limit is not None and len(self.faults) > self.limit:
@@ -96,8 +97,8 @@ class CorruptReport:
 
     @property
     def advice(self) -> str:
-        """What else may be done with samples that cannot be read, behind a message."""
-        return f"({self.skip} counts such samples and leaves them out)"
+        """What else may be done with samples that cannot be read, in brackets behind a message."""
+        return f"{self.skip} counts such samples and leaves them out"
 
     @property
     def counts(self) -> dict[str, int]:

@@ -21,6 +21,7 @@ from mmod.data.readers.images import EXTENSIONS, ImageFiles, convert_image, open
 from mmod.io.files import check_folder, open_shard, read_json_object, write_atomically, write_json
 from mmod.io.progress import Bar, progress_bar
 from mmod.io.records import record_config
+from mmod.names import prefixed
 
 SETTINGS = "conversion.json"
 REPORT = "report.json"
@@ -183,10 +184,8 @@ def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], 
         # Records need not have an id.
         if name:
             first += f", {name!r}"
-        advice = "--on_corrupt skip, in Python on_corrupt='skip', leaves them out"
-        if not samples:
-            looked_in = config.images or Path(config.source).parent
-            advice = f"the images are looked for in {str(looked_in)!r}: name the folder of their paths by `images`"
+        hint = config.files().hint([row[2] for row in dropped], samples + len(dropped))
+        advice = f"--on_corrupt skip, in Python on_corrupt='skip', leaves them out{prefixed('; ', hint)}"
         why = ": ".join(filter(None, (reason, told)))
         raise CorruptDataError(
             f"{len(dropped)} of {report['items']} items cannot be used: {counted}; the first, counted from 0, is "

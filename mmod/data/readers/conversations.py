@@ -132,7 +132,7 @@ class ChatDataset:
             if not isinstance(sample, Fault):
                 return sample._replace(faults=tuple(faults))
             if self.report.on_corrupt == "raise":
-                raise CorruptDataError(f"{sample} {self.report.advice}")
+                raise CorruptDataError(f"{sample} ({self.report.advice})")
             faults.append(sample)
         raise CorruptDataError(f"no conversation with an image can be read; the last: {faults[-1]}")
 
@@ -212,14 +212,17 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
 
 
 def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, object]]:
-    for number, record in enumerate(progress_bar(read_records(path), desc="check", unit="records", shown=progress)):
+    records = read_records(path)
+    faults = []
+    for number, record in enumerate(progress_bar(records, desc="check", unit="records", shown=progress)):
         try:
             messages = check_record(record)
             images = [files.locate(name) for name in image_names(record)]
         except ValueError as error:
-            report.add([Fault(str(path), str(number), str(error))])
+            faults.append(Fault(str(path), str(number), str(error)))
             continue
         yield _row(record, messages, images, number)
+    report.add(faults, files.hint([fault.reason for fault in faults], len(records)))
 
 
 def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, object]]:

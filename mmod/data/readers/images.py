@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -35,6 +35,7 @@ IMAGE_EXTENSIONS = tuple(chain.from_iterable(EXTENSIONS.values()))
 MAX_BYTES = 1 << 28
 """Maximum size of a file or shard member in bytes: Pillow's pixel limit at 3 bytes per pixel."""
 
+_NOT_FOUND = "image not found"
 _WHITE_IS_ZERO = 0
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
@@ -156,6 +157,12 @@ class ImageFiles:
                 check_regular(path)
         return path
 
+    def hint(self, reasons: Iterable[str], items: int) -> str:
+        """Say what to do if images of most items are not found, by the reasons why some cannot be used; else empty."""
+        if 2 * sum(reason.startswith(_NOT_FOUND) for reason in reasons) <= items:
+            return ""
+        return f"the images are looked for in {self.folder!r}: name the folder of their paths by `images`"
+
     def _list(self, folder: str) -> frozenset[str]:
         """Return the names of the regular files of a folder inside the root; links are left out."""
         try:
@@ -188,7 +195,7 @@ def _faults_of(path: str) -> Iterator[None]:
     except UnusableError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UnusableError("image not found", path) from error
+        raise UnusableError(_NOT_FOUND, path) from error
     except (OSError, ValueError) as error:
         # ValueError: a name that no file can have (such messages lack the path), or no regular file.
         details = str(error)

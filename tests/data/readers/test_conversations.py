@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +348,16 @@ def test_conversion_keeps_to_its_folder(folder: Path) -> None:
         ConversationsConversion("a.csv", "b")
     with pytest.raises(ValueError, match="on_corrupt"):
         ConversationsConversion("a.json", "b", on_corrupt="ignore")
+
+
+@pytest.mark.parametrize("missing", [2, 3])
+def test_the_folder_of_images_is_told_exactly_where_most_are_not_found(missing: int, folder: Path) -> None:
+    moved = {**SOUND, "image": "moved/a.png"}
+    broken = {**SOUND, "video": "a.mp4"}
+    path = write(folder, [broken, *[moved] * missing, SOUND])
+    hint = rf"the images are looked for in '{folder}': name the folder of their paths by `images`"
+    check = ConversationsConversion(path, str(folder / f"checked-{missing}"))
+    for read in (partial(open_conversations, path), partial(convert_conversations, check, progress=False)):
+        with pytest.raises(CorruptDataError, match="image not found") as refusal:
+            read()
+        assert bool(re.search(hint, str(refusal.value))) == (missing == 3)
