@@ -15,6 +15,9 @@ _SYNONYMS = {
     "ratio": ("capacity", "keep", "r"),
     "learning_rate": ("lr",),
     "accuracy": ("top1",),
+    "epochs": ("num_train_epochs",),
+    "batch_size": ("per_device_train_batch_size",),
+    "rank": ("r",),
     "routing": ("routers",),
 }
 
