@@ -60,11 +60,13 @@ class ChatCollator:
         processor = self.processor
         name = type(self.processor).__name__
         if not getattr(getattr(processor, "tokenizer", None), "is_fast", False):
-            raise ValueError(f"{name} has no fast tokenizer, which is needed to locate the answers")
+            raise ValueError(f"{name} has no fast tokenizer to locate the answers: name a vision-language model")
         if not getattr(processor, "chat_template", None):
             raise ValueError(f"{name} has no chat template")
         if getattr(processor, "image_token_id", None) is None:
             raise ValueError(f"{name} has no image_token_id")
+        if self.packed and "image_grid_thw" in processor.image_processor.model_input_names:
+            raise ValueError(f"samples of a {name} cannot be packed: its models compute their positions per row")
         # Asked once: it renders a conversation.
         self._end = self._missing_end()
 
@@ -305,8 +307,6 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 def _pack(batch: dict[str, Any]) -> dict[str, Any]:
-    if "image_grid_thw" in batch:
-        raise ValueError("samples of Qwen-VL models cannot be packed: the model computes their positions per row")
     mask_BN = batch.pop("attention_mask").bool()
     position_BN = torch.arange(mask_BN.shape[1]).expand_as(mask_BN)
     for name, value in {**batch, "position_ids": position_BN}.items():

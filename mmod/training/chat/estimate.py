@@ -21,13 +21,11 @@ from mmod.analysis.flop_count import vision_flops
 from mmod.analysis.flop_report import FlopCounts
 from mmod.blocks.routed import RoutedBlock
 from mmod.data.files import check_files
-from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import open_conversations
-from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.plain import without
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.preflight import check_start, step_samples, steps_of
+from mmod.training.chat.loop import open_data
+from mmod.training.chat.preflight import step_samples, steps_of
 from mmod.training.chat.start import create_with_processor, router_parameters
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import RunEstimate, bytes_of, said_reading
@@ -102,12 +100,7 @@ def estimate(kind: Any) -> ChatEstimate:
     arguments = training_arguments(replace(config, trainer=trainer))
     check_files(config.data)
     model, processor = create_with_processor(config, on_meta=True)
-    collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
-    train = open_checked(config.data.train, config.data, collator)
-    val = None
-    if config.data.val is not None:
-        val = open_conversations(config.data.val, config.data)
-    check_start(config, arguments, processor.tokenizer, train, val)
+    collator, _, train, val = open_data(config, processor, arguments, progress=False)
 
     # Evenly over the data, since files are often sorted.
     count = min(_SAMPLES, len(train))
@@ -157,9 +150,8 @@ def estimate(kind: Any) -> ChatEstimate:
         stack_tokens = patches if name == "image" else tokens
         held += _held_bytes(stack, stack_tokens, kept, is_half, recomputes)
 
-    kept_shares: dict[str, float | None] = {}
+    kept_shares: dict[str, float | None] = dict.fromkeys(blocks)
     for name, block in blocks.items():
-        kept_shares[name] = None
         # What a threshold keeps depends on the data.
         if block.router.config.select == "topk":
             kept_shares[name] = shares[name]

@@ -88,7 +88,7 @@ def _train(
         _, processor = create_with_processor(config, on_meta=True)
     arguments = training_arguments(config)
     progress = progress and arguments.process_index == 0
-    data = _open_data(config, processor, arguments, progress)
+    data = open_data(config, processor, arguments, progress)
     model, processor = create_with_processor(config)
     warn_of_halves(model, config)
     measure = None
@@ -112,11 +112,10 @@ def _train(
     return _write_result(trainer, folder, data, evaluation)
 
 
-def _open_data(config: TrainConfig, processor: Any, arguments: TrainingArguments, progress: bool) -> _Data:
-    """Open the conversations, and check what the run would do with them; set the steps between two logs."""
+def open_data(config: TrainConfig, processor: Any, arguments: TrainingArguments, progress: bool) -> _Data:
+    """Open the conversations, those of training last, and check what the run would do with them; set the steps between two logs."""
     data = config.data
     collator = ChatCollator(processor, data.max_length, data.packed, data.protected)
-    train = open_checked(data.train, data, collator, progress)
     # Questions and losses of the evaluation are of whole conversations, one a row.
     whole = dataclasses.replace(collator, max_length=None, packed=False, protected=None)
     val = None
@@ -124,6 +123,7 @@ def _open_data(config: TrainConfig, processor: Any, arguments: TrainingArguments
         asks_in_training = arguments.eval_strategy != IntervalStrategy.NO
         val = open_checked(data.val, data, whole, progress, prompts=not asks_in_training)
         check_enough(val, arguments.world_size)
+    train = open_checked(data.train, data, collator, progress)
     check_start(config, arguments, processor.tokenizer, train, val)
     if arguments.logging_steps >= 1:
         # A loss for each epoch, and for a run of fewer steps.

@@ -20,6 +20,8 @@ from mmod.names import one_line
 from mmod.opening.open import TRANSFORMERS, open_model
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor
+from mmod.training.engine.groups import OptimConfig
+from mmod.training.engine.optim import create_optimizer
 from mmod.values import check_value, refuse_unknown
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -63,6 +65,11 @@ def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[A
         if parameter.dtype in _HALF and not config.is_sharded:
             parameter.data = parameter.data.float()
     check_routers_learn(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"frozen: {config.frozen} leaves no weight to train: leave out a part, or set routing or lora")
+    if config.optim is not None:
+        # Made once for its refusals, long before the trainer makes it.
+        create_optimizer(OptimConfig(config.optim), model)
     return model.train(), processor
 
 

@@ -208,6 +208,7 @@ def test_a_conversation_costs_what_torch_counts_of_the_whole_model(folder: Path,
     assert cost.flops == {"conversation": counter.get_total_flops()}
     assert (cost.dense == cost.flops["conversation"]) == (routing is None)
     assert cost.step_flops == 3 * cost.batch * cost.flops["conversation"]
+    assert estimate(replace(config, data=replace(data, packed=True))) == cost
     fixed = estimate(replace(config, routing=None, frozen=["image"]))
     assert fixed.step_flops == fixed.batch * (3 * fixed.dense - 2 * fixed.vision)
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ import mmod
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import export_questions
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.sums import write_sums
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training import fit
-from mmod.training.chat import loop
+from mmod.training.chat import loop, start
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.evaluate import EvalResult, answer_loss, ask, mean_over_kinds, score
 from mmod.training.chat.processor import create_processor
@@ -39,6 +41,7 @@ from mmod.training.engine.run_folder import told_start
 from mmod.training.kinds import estimate
 from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 from tests.kit.disk import small_disk
+from tests.kit.processors import qwen
 from tests.kit.sets import SETS
 
 
@@ -369,6 +372,10 @@ def test_wrong_configs_are_named(folder: Path, changes: dict[str, Any], message:
         ({"lora": {"target_modules": ["q_proj"], "bias": "some"}}, "is refused by peft"),
         ({"routing": {"language": {"capacity": 0.5, "blocks": [99]}}}, "99"),
         ({"data": ConversationsConfig(root=str(SETS / "questions"), protected="question")}, "would change nothing"),
+        ({"optim": "adamw_torch"}, "timm knows no optimiser 'adamw_torch'; timm.optim.list"),
+        ({"trainer": {"epochs": 3}}, "unknown argument of the trainer epochs; near ones: num_train_epochs"),
+        ({"frozen": ["image", "projector", "language"]}, r"^frozen: \['image', .*'\] leaves no weight to train: leave"),
+        ({"data": ConversationsConfig(root=str(SETS / "questions"), packed=True)}, "Qwen.* cannot be packed"),
     ],
 )
 def test_what_the_model_cannot_be_is_refused_before_conversations_are_read(
@@ -378,8 +385,28 @@ def test_what_the_model_cannot_be_is_refused_before_conversations_are_read(
         pytest.fail("conversations were read")
 
     monkeypatch.setattr(loop, "open_checked", read)
-    with pytest.raises(ValueError, match=message):
-        fit(vlm_config(folder, "refused", **changes), progress=False)
+    if "packed" in message:
+        monkeypatch.setattr(start, "create_processor", lambda config: qwen())
+    config = vlm_config(folder, "refused", **changes)
+    for begin in (partial(fit, progress=False), estimate):
+        with pytest.raises(ValueError, match=message):
+            begin(config)
+
+
+def test_an_empty_file_of_questions_is_named_before_training_conversations_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.json").write_text("[]")
+    data = replace(vlm_config(folder).data, val=str(tmp_path / "empty.json"))
+
+    def read(source: str, *arguments: Any, **options: Any) -> Any:
+        assert source == data.val
+        return open_checked(source, *arguments, **options)
+
+    monkeypatch.setattr(loop, "open_checked", read)
+    for begin in (partial(fit, progress=False), estimate):
+        with pytest.raises(ValueError, match=r"empty\.json' holds no record$"):
+            begin(vlm_config(folder, "refused", data=data))
 
 
 def test_answers_are_written_with_what_was_expected(folder: Path) -> None:
