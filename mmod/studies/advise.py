@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
     if Path(spec).is_dir():
         # Advice undoes the methods of a saved model.
         opening["dense"] = True
-    elif options.prompts is not None and ":" not in spec:
+    elif options.prompts is not None:
         # Of the hub; `open_model` would take it for a name of timm.
         spec = f"transformers:{spec}"
     advice = advise(
@@ -106,7 +106,7 @@ def _check_files(options: argparse.Namespace) -> None:
     is_path = has_parent or len(path.parts) > 2 or path.parts[:1] == ("runs",)
     missing = Mistakes()
     with missing.collected():
-        if ":" in options.model:
+        if ":" in options.model and options.prompts is None:
             pass
         elif is_path and not path.exists():
             raise FileNotFoundError(f"no run or model at {options.model!r}{near_paths(path)}")

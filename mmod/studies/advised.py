@@ -21,7 +21,7 @@ from mmod.data.records import plain_answer
 from mmod.data.stream import ImageReader
 from mmod.opening.open import OPEN_CLIP, open_model
 from mmod.opening.opened import Opened
-from mmod.opening.runs import find_run, read_run_config
+from mmod.opening.runs import find_run
 from mmod.planning.candidate import ImageSize, Measure
 from mmod.planning.prompts import IsRight
 from mmod.planning.samples import AtSize, take_off_head_
@@ -46,15 +46,6 @@ def open_advised(
     if name.startswith(OPEN_CLIP) and measure is not None:
         # Before weights, which may come from a hub.
         one_of("--measure of a model of open_clip", measure, ("features",))
-    kind = "image"
-    run = find_run(name)
-    if run is not None:
-        kind = read_run_config(run).get("kind", kind)
-    if kind not in ("image", "pairs"):
-        advice = "use mmod.search_plan"
-        if kind == "chat":
-            advice = "give its prompts by --prompts FILE"
-        raise ValueError(f"{name!r} is a run of kind {kind!r}, whose model reads text: {advice}")
     opened = open_model(
         name,
         checkpoint=checkpoint,
@@ -63,6 +54,11 @@ def open_advised(
         dense=True,
         advice="name a file of weights, --checkpoint FILE",
     )
+    if "language" in opened.parts:
+        advice = "name a file of its prompts by --prompts"
+        if "image" not in opened.parts:
+            advice = "use mmod.search_plan"
+        raise ValueError(f"{name!r} is a language model, which continues text: {advice}")
     # Of the size that the model was made for.
     preprocessing = opened.preprocessing
     opened = opened._replace(prepare=lambda: preprocessing)

@@ -15,7 +15,7 @@ from open_clip.model import set_model_preprocess_cfg
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlavaForConditionalGeneration
 
 import mmod
 from mmod.analysis import timing
@@ -261,6 +261,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_image_model("vit").save_pretrained(root / "unprepared")
     mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), mmod.lab.Recursions()), root / "shared")
     make_prompts(root)
+    text = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    LlamaForCausalLM(text).save_pretrained(root / "text")
     return root
 
 
@@ -289,6 +291,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("test_vit --no_pretrained --images none", "--images: there is no folder 'none'"),
         ("llava --prompts questions.json --measure top1", "leave out --measure"),
         ("llava", "advice needs --images FOLDER, or --prompts FILE"),
+        ("llava --images images", "'llava' is a language model, which continues text: name a file .* by --prompts"),
+        ("text --images images", "'text' is a language model, which continues text: use mmod.search_plan"),
+        ("vit --prompts questions.json", "ViTImageProcessor has no fast tokenizer .*: name a vision-language model"),
+        ("test_vit --prompts questions.json", "there is no folder 'test_vit' here; a model of the hub is OWNER/NAME"),
+        (
+            "open_clip:ViT-B-32 --prompts questions.json",
+            "there is no folder 'open_clip:ViT-B-32' here; a model",
+        ),
         ("llava --prompts missing.json", r"--prompts 'missing\.json' is no file"),
         ("llava --prompts question.json", r"--prompts 'question\.json' is no file; near ones: questions\.json"),
         ("test_vit --images image", "--images: there is no folder 'image'; near ones: images"),
