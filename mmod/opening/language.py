@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.auto import modeling_auto
 
@@ -81,11 +82,7 @@ def open_processor(source: str | Path, **args: object) -> Any:
         return AutoProcessor.from_pretrained(source, **args)
     except OSError as error:
         reason = str(error).partition("\n")[0]
-        if Path(source).exists():
-            raise ValueError(f"{str(source)!r} is no folder of a processor: {reason}") from error
-        raise ValueError(
-            f"there is no folder {str(source)!r} here, and no processor of that name on the hub: {reason}"
-        ) from error
+        raise ValueError(f"{str(source)!r} is no processor, neither a folder here nor on the hub: {reason}") from error
 
 
 def open_tokenizer(folder: str | Path) -> tuple[object, int]:
@@ -108,9 +105,6 @@ def config_of(fields: Mapping[str, Any]) -> Any:
         Traceback (most recent call last):
         ValueError: model.config.hiden_size is no field of a LlamaConfig: is hidden_size meant?
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
     try:
         config = AutoConfig.for_model(**fields)
     except (StrictDataclassError, ValueError, TypeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
@@ -179,6 +180,9 @@ def check_source(source: str | Path, *, owned: bool = True) -> None:
         is_name = not near
     if not is_name:
         raise FileNotFoundError(f"there is no folder {str(source)!r} here{near}; a model of the hub is OWNER/NAME")
+    # A folder here may be named like an owner. Without a network, the hub's answer takes minutes.
+    if len(path.parts) == 2 and path.parent.is_dir():
+        warnings.warn(f"there is no folder {str(source)!r} here{near}: a model of the hub is meant", stacklevel=2)
 
 
 def holds_work(folder: str | Path) -> bool:
