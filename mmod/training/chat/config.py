@@ -158,7 +158,7 @@ class TrainConfig(RunConfig):
         model: The model and its starting weights.
         data: The conversations.
         routing: The routing by part (`language`, `image`): fields of `mmod.RoutingConfig`, or `preset: NAME` with the
-            fields to change; presets take the depth from the model. None trains the model as it is.
+            fields to change; presets take the depth from the model. None, also of a part, trains it as it is.
         lora: Fields of `peft.LoraConfig`: adapters are trained with the routers, and merged into the saved model. None
             trains the weights themselves.
         frozen: Parts whose weights are not trained: "image", "projector", "language". Routers always learn.
@@ -175,7 +175,7 @@ class TrainConfig(RunConfig):
     kind: Literal["chat"] = "chat"
     model: ModelConfig
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
-    routing: dict[str, dict[str, Any]] | None = field(default=None, metadata={"names": ("language", "image")})
+    routing: dict[str, dict[str, Any] | None] | None = field(default=None, metadata={"names": ("language", "image")})
     lora: dict[str, Any] | None = None
     frozen: Annotated[list[str], TOWERS] = field(default_factory=list)
     optim: str | None = None
@@ -217,7 +217,7 @@ class TrainConfig(RunConfig):
             if self.is_sharded:
                 raise ValueError("quantized weights are not split by fsdp or deepspeed here: use plain torchrun")
         # The file of a plan is read with the model, which knows its number of layers.
-        known = {part: fields for part, fields in (self.routing or {}).items() if "plan" not in fields}
+        known = {part: fields for part, fields in (self.routing or {}).items() if "plan" not in (fields or ())}
         resolve_methods((), known)
 
     def check_weights(self) -> None:

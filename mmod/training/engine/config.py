@@ -16,7 +16,7 @@ from mmod.config import RoutingConfig
 from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
 from mmod.opening.runs import check_at_rest, check_holds_work, find_run, find_weights, read_run_config
-from mmod.plain import from_plain
+from mmod.plain import from_plain, without_none
 from mmod.training.engine.groups import (
     DistributedConfig,
     EmaConfig,
@@ -178,7 +178,7 @@ class RunConfig:
     def routing_parts(self) -> Mapping[str, Mapping[str, object] | None]:
         """Return the fields of `routing` by part of the model."""
         if self.part:
-            return {self.part: self.routing}
+            return without_none({self.part: self.routing})
         return self.routing or {}
 
     def depths(self) -> Mapping[str, int]:
@@ -229,6 +229,8 @@ class RunConfig:
             raise ValueError("output must name a folder, got ''")
         if not self.part:
             refuse_unknown("part in routing", self.routing or (), self.parts)
+            # A part of null is dense, as one that is not named. A frozen dataclass refuses assignments.
+            object.__setattr__(self, "routing", without_none(self.routing or {}) or None)
 
     @property
     def keeps_checkpoints(self) -> bool:
@@ -475,7 +477,7 @@ class LoopConfig(RunConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values with resolved methods, as the run folder keeps them."""
-        parts = {name for name, fields in self.routing_parts().items() if fields is not None}
+        parts = self.routing_parts()
         routing = {name: config.to_dict() for name, config in self.routings.items() if name in parts}
         # Behind the listed methods stand those that `routing` means, which has a key of its own.
         listed = [method.to_dict() for method in self.applied[: len(self.methods)]]

@@ -88,7 +88,7 @@ class TrainConfig(LoopConfig):
         model: The model and its starting weights.
         data: The pairs.
         routing: The routing by tower (`image`, `text`): fields of `mmod.RoutingConfig`, or `preset: NAME` with the
-            fields to change. None trains the dense model.
+            fields to change. None leaves the model, or one part, dense.
         augment: Augmentation of training images: fields of `open_clip.transform.AugmentationCfg` (`{}` for open_clip's
             defaults). None prepares them as for evaluation.
         loss: "clip" for the contrastive loss, "siglip" for the sigmoid one, "coca" for contrast and captioning.
@@ -100,7 +100,7 @@ class TrainConfig(LoopConfig):
     kind: Literal["pairs"] = "pairs"
     model: ModelConfig
     data: PairsConfig = field(default_factory=PairsConfig)
-    routing: dict[str, dict[str, Any]] | None = field(default=None, metadata={"names": ("image", "text")})
+    routing: dict[str, dict[str, Any] | None] | None = field(default=None, metadata={"names": ("image", "text")})
     augment: dict[str, Any] | None = field(default_factory=dict)
     loss: Literal["clip", "siglip", "coca"] = "clip"
     zero_shot: str | None = None

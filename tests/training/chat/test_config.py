@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -13,6 +14,7 @@ import mmod
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.start import create_with_processor
 from mmod.training.chat.trainer import training_arguments
+from mmod.training.kinds import config_class
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,3 +47,17 @@ def test_options_change_the_parts_of_a_routing_as_the_guide_says() -> None:
     language, image = {"preset": "p-mod"}, {"preset": "a-mod"}
     routings = [TrainConfig.parse([config, *shlex.split(line)]).routing for line in lines]
     assert routings == [{"language": language, "image": image}, {"image": image}]
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("chat", ("language", "image")), ("pairs", ("image", "text"))])
+def test_a_part_of_null_is_dense_in_a_file_and_in_options(kind: str, parts: tuple[str, str], tmp_path: Path) -> None:
+    model = {"chat": {"checkpoint": "OWNER/NAME"}, "pairs": {"name": "ViT-B-32"}}[kind]
+    routed, dense = parts
+    fields = {"output": "run", "model": model, "routing": {routed: {"capacity": 0.5}}}
+    config = config_class(kind).from_dict(fields)
+    both = {routed: {"capacity": 0.5}, dense: {"capacity": 0.25}}
+    (tmp_path / "both.yaml").write_text(json.dumps({**fields, "routing": both}))
+    path = str(tmp_path / "both.yaml")
+    assert config_class(kind).parse([path, f"--routing.{dense}", "null"]) == config
+    assert config_class(kind).from_dict({**fields, "routing": {**both, dense: None}}) == config
+    assert config_class(kind).from_dict({**fields, "routing": dict.fromkeys(parts)}).routing is None
