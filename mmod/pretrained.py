@@ -164,9 +164,9 @@ def _check_files(folder: Path) -> None:
         raise FileNotFoundError(
             f"{str(folder)!r} has lost its weights, {WEIGHTS}: copy the file back, or save the model again"
         )
-    # The model of a run is in a folder inside, also that of a dense one.
+    # The model of a run is in a folder inside, also that of a dense one. An audit has a config and no weights.
     files = [file for file in folder.glob("*/*.json") if file.name in (CONFIG, "config.json")]
-    inside = sorted({file.parent for file in files})[:3]
+    inside = sorted({file.parent for file in files if any(file.parent.glob("*model*"))})[:3]
     meant = ""
     if inside:
         meant = f". {', '.join(repr(str(path)) for path in inside)} may be meant"

@@ -426,6 +426,10 @@ def test_a_saved_folder_that_lost_its_weights_is_said_to_be_one(tmp_path: Path) 
     mmod.save_pretrained(routed(), folder)
     with pytest.raises(FileNotFoundError, match=r"there is no folder '.*svaed' here: .* of a run; near ones: .*saved$"):
         mmod.load_pretrained(tmp_path / "svaed")
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=rf"it has no mmod\.json\. '{folder}' may be meant$"):
+        mmod.load_pretrained(tmp_path)
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"saved' has lost its weights, model\.safetensors: copy the file back"):
         mmod.load_pretrained(folder)
