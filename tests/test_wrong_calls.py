@@ -47,6 +47,10 @@ CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"blocks": "odd"}, ValueError, "one of 'every_other', 'late', 'all' or several values"),
     ({"blocks": (), "depth": 4}, ValueError, r"no block is left to route among 4: name some in blocks"),
     ({"blocks": (1, 1), "depth": 4}, ValueError, r"ascending numbers from 0 to 3, .*\[1, 1\]"),
+    *(
+        ({"blocks": blocks}, ValueError, r"must be ascending numbers from 0 to \d, each once, got \[")
+        for blocks in ((1, 1), (2, 1), (-1, 2))
+    ),
     ({"select": "top-k"}, ValueError, "one of 'topk', 'threshold', got 'top-k'"),
     ({"select": {"name": "topk", "max_tokens": 4}}, ValueError, "no options, got max_tokens"),
     ({"gate": "relu"}, ValueError, "'tanh', 'step', got 'relu'"),

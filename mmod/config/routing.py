@@ -167,6 +167,8 @@ class RoutingConfig(Checked):
         self._check_language()
         if self.depth is not None:
             self._rows_at(self.depth)
+        elif self.blocks and not isinstance(self.blocks, str):
+            check_blocks(self.blocks, max(self.blocks) + 1)
 
     @property
     def importance(self) -> str:
