@@ -90,7 +90,7 @@ class Candidate:
 
     name: str
     _: dataclasses.KW_ONLY
-    routing: Any = None
+    routing: Mapping[str, Any] | None = None
     methods: tuple[Mapping[str, Any], ...] = ()
     image_size: ImageSize | str | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)

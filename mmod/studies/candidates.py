@@ -329,7 +329,7 @@ def _model_of(candidate: Candidate, is_of_parts: bool) -> Candidate:
     return dataclasses.replace(candidate, name="", series="", budget=None, control=None, routing=routing)
 
 
-def _by_part(routing: Any, is_of_parts: bool) -> Mapping[str, Any]:
+def _by_part(routing: Mapping[str, Any], is_of_parts: bool) -> Mapping[str, Any]:
     """Return the routings of parts by name; that of the only one by an empty name."""
     if is_of_parts:
         return routing

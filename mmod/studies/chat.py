@@ -29,7 +29,7 @@ from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache, prompt_flops
-from mmod.training.engine.kind import readings
+from mmod.training.engine.kind import Kind, readings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,15 +69,14 @@ def _describe(study: Study) -> Facts:
     return {"prior": {kind: 100 * share for kind, share in prior.items()}}
 
 
-def _kind_of(run: Run) -> ChatKind:
-    kind = run.start
+def _of_chat(kind: Kind) -> ChatKind:
     assert isinstance(kind, ChatKind)
     return kind
 
 
 def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count FLOPs and cache of reading a prompt of mean length, vision tower included."""
-    kind = _kind_of(run)
+    kind = _of_chat(run.start)
     prompts, text, image = kind.prompts(study.config.latency_batch)
     routed = dense = prompt_flops(model, prompts, text, image, rows.kept)
     if kind.config.model.image_size is not None:
@@ -103,15 +102,16 @@ def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str
 
 def _draw(study: Study, run: Run, model: nn.Module) -> Figure | None:
     """Draw which image tokens are kept."""
-    kind = _kind_of(run)
+    kind = _of_chat(run.start)
     return draw_kept(model, kind.collator, kind.chats(study.config.maps))
 
 
-def _readings(kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+def _readings(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
     """Return the prefill of a batch of prompts, and their prefill with some decoded tokens."""
     prefill = readings(kind, model, size, batches)["prompt"]
-    prompts = kind.prompts(size)[0]
-    answer = partial(generate, model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
+    chat = _of_chat(kind)
+    prompts = chat.prompts(size)[0]
+    answer = partial(generate, model, chat.collator, prompts, _TIMED_TOKENS, exactly=True)
     return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}
 
 

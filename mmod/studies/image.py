@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -288,7 +288,8 @@ def code_of(study: Study, candidates: Sequence[Candidate]) -> list[str]:
 def _opening(study: Study, candidate: Candidate) -> str:
     """Return the line of Python that opens the model which a candidate's methods are applied to."""
     dense = study.comparison.dense_run(seed=0)
-    start = study.dense
+    # A training config of images, whose model has a name and arguments.
+    start: Any = study.dense
     if dense is not None and dense.is_trained:
         if "model" not in candidate.changes:
             return opening_line(dense.training.output)

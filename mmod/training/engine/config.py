@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from typing_extensions import Self
 
@@ -71,6 +71,25 @@ TRAINING = frozenset(
 """Keys of a training config that say how a model is trained, and nothing of one that is evaluated as it is."""
 
 
+class Start(Protocol):
+    """What a run of any kind starts from, the key `model` of its config."""
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Starting weights: a file or a folder; None for others."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether training starts from trained weights."""
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Files and folders that the model is read from, by key; see `StartConfig.weights`."""
+
+    def started_from(self, checkpoint: str | None, /) -> Self:
+        """Return the same model with the weights of a checkpoint; see `RunConfig.started_from`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StartConfig(Checked, group="model"):
     """The weights that training starts from.
@@ -126,9 +145,9 @@ class RunConfig:
     kind: str
     output: str
     seed: Annotated[int, "[0, inf)"] = 0
-    model: Any
+    model: Start
     data: Any
-    routing: Any = None
+    routing: Mapping[str, Any] | None = None
     methods: list[dict[str, Any]] = field(default_factory=list)
 
     engine: ClassVar[str]
