@@ -113,7 +113,10 @@ def _train(
 
 
 def open_data(config: TrainConfig, processor: Any, arguments: TrainingArguments, progress: bool) -> _Data:
-    """Open the conversations, those of training last, and check what the run would do with them; set the steps between two logs."""
+    """Open the conversations, those of training last, and check what the run would do with them.
+
+    Sets the steps between two logs.
+    """
     data = config.data
     collator = ChatCollator(processor, data.max_length, data.packed, data.protected)
     # Questions and losses of the evaluation are of whole conversations, one a row.
