@@ -314,7 +314,7 @@ def make_transformers(config: Any, folder: str | Path, make: Callable[[Any], Any
     return model
 
 
-def apply_again(model: nn.Module, description: Mapping[str, Any]) -> None:
+def apply_again(model: nn.Module, description: Mapping[str, object]) -> None:
     """Change a model as the `methods` and `proofs` of a saved one say, plain values of an untrusted file."""
     methods = description["methods"]
     if not isinstance(methods, Sequence) or not all(isinstance(values, Mapping) for values in methods):

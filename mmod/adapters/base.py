@@ -281,7 +281,7 @@ class NamedArguments(CallForm, BlockCall):
         name: str = getattr(self.attention_config, "_attn_implementation", MASKED[0])
         return name
 
-    def bind(self, args: tuple[object, ...], kwargs: Arguments) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Arguments) -> dict[str, object]:
         """Return arguments by name, without those that have their defaults."""
         named = by_name(self.parameters, args, kwargs)
         arguments = {name: value for name, value in named.items() if value is not self.parameters.get(name)}
@@ -338,7 +338,7 @@ class NamedArguments(CallForm, BlockCall):
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
 
-    def pack(self, arguments: Arguments, x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
+    def pack(self, arguments: Arguments, x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, object]:
         """Return the arguments for the packed rows of many images."""
         packed = dict(arguments)
         for name in self.rows:

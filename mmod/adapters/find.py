@@ -71,7 +71,7 @@ def find_library(model: nn.Module) -> str | None:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_OfBatches = Callable[Concatenate[nn.Module, Iterable[Any], P], R]
+_OfBatches = Callable[Concatenate[nn.Module, Iterable[object], P], R]
 
 
 def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:

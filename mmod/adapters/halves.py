@@ -21,7 +21,7 @@ from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 TOLERANCE = 1e-4
 # From a module's arguments to what it returns instead of its output.
-_Replacement = Callable[..., Any]
+_Replacement = Callable[..., object]
 
 
 @dataclass(frozen=True, kw_only=True)

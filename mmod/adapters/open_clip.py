@@ -50,7 +50,7 @@ _TOWERS = {"vision_cfg": "timm_model", "text_cfg": "hf_model"}
 PROTECTED_IN_TEXT = 2
 
 
-def find_parts(model: Any) -> dict[str, Part]:
+def find_parts(model: object) -> dict[str, Part]:
     """Return the parts of an open_clip model: "image" and "text"; a tower alone is one part."""
     if isinstance(model, MODELS):
         # A CLIP model holds the modules of its text tower itself.

@@ -241,7 +241,7 @@ def first_that_runs(
     return None, "; ".join(reasons[:2]) or "nothing that it takes is known"
 
 
-def split_inputs(inputs: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_inputs(inputs: Arguments) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return inputs as positional and named arguments of a model."""
     named = {name: value for name, value in inputs.items() if not _is_positional(name)}
     return tuple(value for name, value in inputs.items() if _is_positional(name)), named

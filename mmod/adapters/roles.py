@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ INDEX_ARGUMENTS = ("position_mask",)
 _ROLES = 32
 
 
-def redrawn(inputs: BlockInputs) -> dict[str, Any]:
+def redrawn(inputs: BlockInputs) -> dict[str, object]:
     """Return the arguments of a trial, in which values of the two images differ, and no gate of zeros hides a block."""
     generator = torch.Generator().manual_seed(5)
     tokens = inputs.x_BND.shape[1]

@@ -267,7 +267,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def count_pass(
-    model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Any], run: Callable[[], object]
+    model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, object], run: Callable[[], object]
 ) -> PassCounts:
     """Count what a pass of a model in inference computes and holds.
 

@@ -117,7 +117,7 @@ METHODS_ELSEWHERE = (
 """What no option of a routing and no preset is, for messages."""
 
 SCORES: Registry[type[Score]] = Registry("router", ("mmod.routing.score",), "register_score")
-PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
+PRESETS: Registry[Callable[..., Mapping[str, object]]] = Registry(
     "preset",
     ("mmod.planning.presets",),
     "register_preset",

@@ -115,7 +115,7 @@ def _near(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> 
     return f" (is {near[0]} meant?)"
 
 
-def flatten(tree: Mapping[str, object]) -> dict[str, Any]:
+def flatten(tree: Mapping[str, object]) -> dict[str, object]:
     """Return the leaves of nested mappings by their dotted keys.
 
     Example:

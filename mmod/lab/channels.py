@@ -59,7 +59,7 @@ class Channels(Method):
     chosen: Literal["score", "random", "first"] = "score"
     replaces: ClassVar[str] = ".selector."
 
-    def find(self, model: nn.Module) -> dict[str, Any]:
+    def find(self, model: nn.Module) -> dict[str, object]:
         """Return every second block of the stages of a ResNet, by name."""
         if not _is_resnet(model):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")

@@ -136,7 +136,7 @@ class ExitCall(StackCall):
         if self.index_B is None:
             self.total = x_BND.shape[0]
 
-    def inputs_of(self, index_B: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs_of(self, index_B: Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments of the model for some images: tensors with a row for each image, narrowed to these.
 
         What stands in a tuple, list or mapping is passed whole, because a first axis may be another there.

@@ -116,7 +116,7 @@ def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     start = fields
     if config.train_dense:
         # Fine-tuning starts from the trained dense model, whatever the dense config starts from.
-        start = {**fields, "model": dataclasses.asdict(as_trained(dense).model)}
+        start = {**fields, "model": as_trained(dense).as_written()["model"]}
     try:
         tuned = from_plain(kind_config, merged(start, config.finetune), "finetune")
     except ValueError as error:

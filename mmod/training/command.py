@@ -95,7 +95,9 @@ def _has_blocks(model: nn.Module) -> bool:
         return False
 
 
-def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[Any] | None = None) -> Any:
+def parse_run(
+    arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[object] | None = None
+) -> Any:
     """Return the config of a command line as `RunConfig.parse` does, of the kind that it names.
 
     In place of the config, a run folder stands for its final model, and its `model`, `last` or a checkpoint, or a file
@@ -136,7 +138,7 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], 
 
 
 def _parse_config(
-    arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[Any] | None = None
+    arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[object] | None = None
 ) -> RunConfig:
     # What cannot be read is refused here, and once.
     named = named_kind(arguments)

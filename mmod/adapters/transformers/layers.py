@@ -81,7 +81,7 @@ class DecoderLayerCall(BlockCall):
             return ("kept",)
         return ("kept", "all")
 
-    def bind(self, args: tuple[object, ...], kwargs: Arguments) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Arguments) -> dict[str, object]:
         """Return the arguments by name, including those that the layer only passes on."""
         return dict(by_name(self.names, args, kwargs))
 
@@ -111,7 +111,7 @@ class DecoderLayerCall(BlockCall):
         # Packed rows attend to each other only, not to what a cache holds.
         return cache is None or (isinstance(cache, RoutedLayer) and not cache.length)
 
-    def pack(self, arguments: Arguments, x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
+    def pack(self, arguments: Arguments, x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, object]:
         """Return the arguments for kept tokens of all samples in one sequence."""
         packed = {**arguments, "attention_mask": None, "position_ids": self._positions(arguments)}
         for name in self._rows:
@@ -272,7 +272,7 @@ class DecoderLayerCall(BlockCall):
         routing: Routing | None,
         cache: RoutedCacheLayer | None,
         all_keys: bool = False,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         attention = self.config._attn_implementation
         flash = "flash" in attention
         if not flash and attention not in ("sdpa", "eager"):

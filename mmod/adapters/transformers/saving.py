@@ -252,11 +252,11 @@ def auto_classes(config_class: type) -> dict[str, object]:
     return {name: classes[name] for name, mapping in mappings.items() if config_class in mapping}
 
 
-ChangeModel = Callable[[Any, Mapping[str, Any]], None]
+ChangeModel = Callable[[object, Mapping[str, object]], None]
 """Changes a model as a description of a saved one says."""
 
 
-def take_description(config: object, folder: str | Path) -> dict[str, Any]:
+def take_description(config: object, folder: str | Path) -> dict[str, object]:
     """Remove and return from a config how its model was changed: `methods` and `proofs`, plain untrusted values.
 
     The config of the dense model remains.

@@ -280,7 +280,7 @@ def _row(
     return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds") or []}
 
 
-def file_of_image(stored: str | list[Any]) -> str:
+def file_of_image(stored: str | list[object]) -> str:
     """Return the file of a picture; one in a shard is a list, in which the shard's name comes first."""
     if isinstance(stored, str):
         return stored

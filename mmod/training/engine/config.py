@@ -221,7 +221,9 @@ class RunConfig:
             other: What else may be named.
         """
         checkpoint = self.model.checkpoint
-        run = None if checkpoint is None else find_run(checkpoint)
+        if checkpoint is None:
+            return
+        run = find_run(checkpoint)
         if run is None or Path(checkpoint).is_file():
             return
         kind = read_run_config(run).get("kind", "image")

@@ -229,14 +229,14 @@ class TrainConfig(engine.LoopConfig):
         return {"name": folder, "pretrained": True}
 
     @classmethod
-    def image_fields(cls, data: Mapping[str, object]) -> Mapping[str, Any]:
+    def image_fields(cls, data: Mapping[str, object]) -> Mapping[str, object]:
         """Return how images are prepared for evaluation, which the data say; see `RunConfig.image_fields`."""
         # It imports readers and torch.
         from mmod.data.loader import evaluation_fields
 
         return evaluation_fields(from_plain(DataConfig, data))
 
-    def keys_of_size(self, side: int) -> dict[str, Any]:
+    def keys_of_size(self, side: int) -> dict[str, object]:
         """Return the keys of the data's images, and of the model that reads them."""
         return {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}
 

@@ -225,7 +225,7 @@ def _among(image_BD: Tensor, text_BD: Tensor, scale: Tensor, texts: Tensor) -> t
     return loss_B, _recall(*rank_both_ways(image_BD, text_BD, texts))
 
 
-def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
+def classify_scenes(model: object, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
     """Return top-1 and top-5 accuracy in percent on the first digit of each scene, read from its caption."""
     names, templates = zero_shot_prompts()
     prompts = tokenizer([template.format(name) for name, template in product(names, templates)])
