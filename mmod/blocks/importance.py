@@ -64,7 +64,7 @@ class ImportanceBlock(ConvertedBlock):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         call = state.call
-        arguments: Mapping[str, object] = call.bind(args, kwargs)
+        arguments: Mapping[str, object] = call.bind(args, kwargs) if args or kwargs else {}
         wanted = state.wanted
         if call.decodes:
             # Where all tokens run nothing reads it, and with a filled cache the map is not square.
