@@ -154,7 +154,7 @@ class MlpOfKept(Execution):
         assert halves is not None
         if halves.fed and arguments:
             # Rows that stand for several tokens have the arguments of the one that was kept.
-            arguments = self.call.select_tokens(arguments, rows.x_BND, rows.routing)
+            arguments = rows.select(block, arguments)
         return halves.feed(block, z, arguments)
 
 

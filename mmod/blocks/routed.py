@@ -238,7 +238,7 @@ class SpannedBlock(RoutedBlock):
                 z = rows.z
         if rows is not None:
             # Attention runs before this block decides, so on the rows of the decision before.
-            arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
+            arguments = rows.select(self, arguments)
         if state.observes:
             queries_BN = call.masks(arguments, z).queries_BN
             attend = partial(halves.attend, self, z, arguments)

@@ -221,6 +221,16 @@ class Rows:
             self.filled = packing, attend_within(packing, attend_by_length(lengths, bias))
         return self.filled
 
+    def select(self, block: ConvertedBlock, arguments: Arguments) -> Arguments:
+        """Return a block's arguments for the rows of the last decision."""
+        call: BlockCall = block.mod_state.call
+        if arguments or call.narrows_always:
+            return call.select_tokens(arguments, self.x_BND, self.routing)
+        # They follow from the decision alone, and so are the same for all blocks of a class on the same rows.
+        if self.selected is None or self.selected[0] is not type(block):
+            self.selected = type(block), call.select_tokens(arguments, self.x_BND, self.routing)
+        return self.selected[1]
+
     def _narrow(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of a decision about all tokens, from rows of the decision before."""
         before = self.routing
@@ -362,7 +372,7 @@ class KeptTokens(Execution):
                 return self._run_filled(host, z, arguments, rows)
         plain = kept.valid_BK is None and rows.routing.joined.size_BK is None
         if arguments or not plain or self.call.narrows_always:
-            arguments = self._narrowed(block, arguments, rows)
+            arguments = rows.select(block, arguments)
         return host(z, **arguments)
 
     def packs(self, block: ConvertedBlock, arguments: Arguments, routing: Routing) -> bool:
@@ -383,17 +393,6 @@ class KeptTokens(Execution):
         y = attention.run(host, (z_1TD,), packed)
         empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
         return empty_SD.index_copy(0, slot_T, y.squeeze(0)).view_as(z)
-
-    def _narrowed(self, block: ConvertedBlock, arguments: Arguments, rows: Rows) -> Arguments:
-        """Return the block's arguments for the rows."""
-        call = self.call
-        routing = rows.routing
-        if arguments or call.narrows_always:
-            return call.select_tokens(arguments, rows.x_BND, routing)
-        # They follow from the decision alone, and so are the same for all blocks of a class on the same rows.
-        if rows.selected is None or rows.selected[0] is not type(block):
-            rows.selected = type(block), call.select_tokens(arguments, rows.x_BND, routing)
-        return rows.selected[1]
 
     def run_packed(
         self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Arguments, rows: PackedRows

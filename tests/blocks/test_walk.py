@@ -44,10 +44,16 @@ def test_a_token_walks_through_few_files() -> None:
 ALONE = mmod.RoutingConfig(router="linear", blocks="late", capacity=0.5)
 SHARED = mmod.RoutingConfig(router="attention", blocks="late", capacity=0.5)
 MERGED = mmod.RoutingConfig(router="redundancy", skipped="merge", blocks="late", capacity=0.5)
+# Two decisions in four blocks; blocks on the rows of one decision select their arguments once.
+HALVES = mmod.RoutingConfig(
+    router="redundancy", skipped=mmod.Merged("mlp"), blocks=(0, 1, 2, 3), capacity=(0.8, 0.8, 0.8, 0.4)
+)
 
 
 @pytest.mark.parametrize(
-    ("config", "most"), [(ALONE, 22), (SHARED, 36), (MERGED, 38)], ids=["alone", "shared", "merged"]
+    ("config", "most"),
+    [(ALONE, 22), (SHARED, 35), (MERGED, 38), (HALVES, 65)],
+    ids=["alone", "shared", "merged", "halves"],
 )
 @torch.no_grad()
 def test_a_block_calls_few_functions(config: mmod.RoutingConfig, most: int) -> None:
