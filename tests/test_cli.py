@@ -62,6 +62,7 @@ WRITING = (
 EARLY = {
     "train image digits/dense --output /proc/none/run --model.checkpoint nowhere": "no checkpoint at 'nowhere'",
     "train image digits/dense --routing.preset nope": "preset 'nope' is unknown; ToMe, ",
+    "tradeoff my-model --dense signs.pth": "dense names a run or a config file, and 'signs.pth' a file of weights",
     "tradeoff my-model --dense runs/nope": "no run or config file at 'runs/nope'",
     "tradeoff my-model --dense.model.checkpoint nope": "no checkpoint at 'nope': name the dense model's training run",
     "tradeoff digits --routers.mod.preset nope": "preset 'nope' is unknown; ToMe, ",

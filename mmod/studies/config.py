@@ -44,6 +44,8 @@ def naming_dense() -> Iterator[None]:
         ) from error
 
 
+# How files of weights end.
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 # Keys of training configs that the study sets, or each series for itself.
 _OF_STUDY = ("output", "routing", "methods")
 
@@ -316,6 +318,11 @@ class StudyConfig(Checked):
             return
         base = dense.get(BASE_KEY)
         if isinstance(base, str) and not Path(base, RUN_CONFIG).is_file():
+            if Path(base).suffix in _WEIGHTS:
+                raise ValueError(
+                    f"dense names a run or a config file, and {base!r} a file of weights: name it by "
+                    f"--dense.model.checkpoint {base}, and its model by --dense.model.name"
+                )
             existing_config(base, "run or config file")
         model = dense.get("model")
         if not isinstance(model, Mapping):
