@@ -50,15 +50,14 @@ class ImageKind:
     result = EvalResult
 
     def prepare(self, weights: bool = True) -> nn.Module:
-        """Create the dense model; with published weights it is checked that it can read the images."""
+        """Create the dense model, and check that it can read the images."""
         config = self.config.model
         # The model may be that of a teacher, which has one by its name.
         named = ""
         if config.name == self.config.distill.teacher:
             named = "distill.teacher to such a file"
         model = open_start(config, weights, named)
-        if weights:
-            check_input(model, self.config.data, config.pretrained)
+        check_input(model, self.config.data, weights and config.pretrained)
         return model
 
     def load(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:

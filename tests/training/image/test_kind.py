@@ -151,6 +151,9 @@ class TestStartingWeights:
         data = replace(config.data, **{field: value})
         with pytest.raises(ValueError, match=message):
             create_models(ImageKind(replace(config, data=data)))
+        # A sketch that is only counted is refused alike.
+        with pytest.raises(ValueError, match=message):
+            ImageKind(replace(config, data=data)).prepare(weights=False)
 
 
 @pytest.mark.parametrize("routing", [None, {"router": "linear", "gate": "tanh"}], ids=["dense", "routed"])
