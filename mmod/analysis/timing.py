@@ -6,6 +6,7 @@ Functions take turns in random order, so that drift of the machine affects all a
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import statistics
 import time
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import image_output
 from mmod.io.environment import on_timing_threads
-from mmod.io.progress import progress_bar
+from mmod.io.jobs import Callback
 from mmod.io.store import Store
 
 Name = TypeVar("Name", bound=Hashable)
@@ -125,7 +126,8 @@ def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
     """
     spreads = []
     for ms in times.values():
-        spreads += [ratios(ms[base], values) for name, values in ms.items() if name != base]
+        # One round alone has no scatter.
+        spreads += [ratios(ms[base], values) for name, values in ms.items() if name != base and len(values) > 1]
     reasons = []
     if waiting > _WAITING:
         reasons.append(f"the machine was busy, and passes took {waiting:.1f} times their CPU time")
@@ -148,31 +150,32 @@ def interleave(
     warmup: int = 2,
     seed: int = 0,
     prepare: Callable[[], object] | None = None,
-    shown: bool = False,
+    callback: Callback = lambda share: None,
 ) -> dict[Name, list[float]]:
     """Return milliseconds of every call by name and round: every round calls all functions once, in random order.
 
     There are at least `rounds` rounds and `seconds` seconds of them, after `warmup` rounds. `prepare` runs before
     every timed call, outside the time. A GPU is timed by events, a single CPU thread by its CPU time, more threads
-    by wall time. `shown` draws a progress bar.
+    by wall time. `callback` receives the share of these calls that is done.
     """
     order = list(functions)
     shuffle = random.Random(seed).shuffle
     timer = _time_on_gpu if device.type == "cuda" else _time_on_cpu
     times: dict[Name, list[float]] = {name: [] for name in functions}
-    total = (warmup + rounds) * len(functions)
-    with _without_garbage_collection(), progress_bar(desc="timing", total=total, unit="runs", shown=shown) as bar:
+    calls = (warmup + rounds) * len(functions)
+    done = itertools.count(1)
+    with _without_garbage_collection():
         for _ in range(warmup):
             for function in functions.values():
                 timer(function, prepare)
-                bar.update()
+                callback(next(done) / calls)
         started = time.perf_counter()
         while len(times[order[0]]) < rounds or time.perf_counter() - started < seconds:
             # In another order each round: what slows the machine down slows no function alone.
             shuffle(order)
             for name in order:
                 times[name].append(timer(functions[name], prepare))
-                bar.update()
+                callback(min(1.0, next(done) / calls))
     return times
 
 
@@ -184,13 +187,13 @@ def sample_times(
     device: torch.device,
     warmup: int = 1,
     seed: int = 0,
-    shown: bool = False,
+    callback: Callback = lambda share: None,
 ) -> Times[Timed]:
     """Time all passes of all candidates in turns; see `interleave`."""
     calls: dict[tuple[str, Timed], Callable[[], object]] = {}
     for name, passes in readings.items():
         calls |= {(name, of): reading.call for of, reading in passes.items()}
-    times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, seed=seed, shown=shown)
+    times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, seed=seed, callback=callback)
     by_pass: Times[Timed] = {}
     for (name, of), ms in times.items():
         samples = readings[name][of].samples
@@ -205,7 +208,7 @@ def times_once(
     device: torch.device,
     *,
     rounds: int,
-    shown: bool = False,
+    callback: Callback = lambda share: None,
 ) -> tuple[Times[Timed], float]:
     """Return times from the store of this machine, and measure the rounds that are not there.
 
@@ -214,6 +217,7 @@ def times_once(
     Args:
         identity: Stands for all candidates and passes: times beside other ones are of other turns.
         readings: Makes the models and their passes.
+        callback: Receives the share of all rounds that is done.
 
     Returns:
         The times, and a median over rounds: the seconds that a round took for each second of computing on the CPU
@@ -222,9 +226,12 @@ def times_once(
     by_pass: Times[Any] = {}
     waiting = []
     ready: Readings[Timed] | None = None
-    bar = progress_bar(desc="timing", total=rounds, unit="rounds", shown=shown, leave=False)
+
+    def told(number: int, share: float) -> None:
+        callback((number + share) / rounds)
+
     # The store knows times by the threads that they were measured on.
-    with on_timing_threads(), bar:
+    with on_timing_threads():
         for number in range(rounds):
             key = {"work": "timed round", **identity, "round": number}
             found = store.get(key, timed_on=str(device))
@@ -236,7 +243,9 @@ def times_once(
                     unmeasured = int(device.type != "cpu")
                 started = time.perf_counter()
                 computed = time.thread_time()
-                measured = sample_times(ready, rounds=1, device=device, warmup=unmeasured, seed=number)
+                measured = sample_times(
+                    ready, rounds=1, device=device, warmup=unmeasured, seed=number, callback=partial(told, number)
+                )
                 seconds = time.perf_counter() - started
                 computed = time.thread_time() - computed
                 is_told = device.type == "cpu" and torch.get_num_threads() == 1 and seconds > _SHORTEST
@@ -251,7 +260,7 @@ def times_once(
                 of_pass = by_pass.setdefault(of, {})
                 for name, ms in by_name.items():
                     of_pass.setdefault(name, []).extend(ms)
-            bar.update()
+            callback((number + 1) / rounds)
     return by_pass, statistics.median(waiting)
 
 

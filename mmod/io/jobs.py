@@ -81,7 +81,7 @@ class Runner:
 
         Where another program does a job, `do` raises a LockedError: it is done again after the others.
         """
-        layout = f"{self.title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
+        layout = f"{self.title}: {{percent}} % |{{bar}}| {{desc}}, {{remaining}} left"
         work = sum(job.work for job in jobs)
         # One bar over all: its unit is expected work, since jobs differ in length.
         # What follows the last job says that all are done.

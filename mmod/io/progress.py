@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 import warnings
@@ -49,7 +50,17 @@ def progress_bar(items: Iterable[object] | None = None, *, shown: bool = True, *
 
 
 class Bar(tqdm):
-    """A bar that `progress_bar` returns, which says no time left before it knows one."""
+    """A bar that `progress_bar` returns, which says no time left before it knows one.
+
+    In its format, `percent` is rounded down: 100 % is said of what is done.
+    """
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """The values of its format."""
+        values = super().format_dict
+        values["percent"] = math.floor(100 * self.n / self.total) if self.total else 0
+        return values
 
     def __str__(self) -> str:
         return super().__str__().replace(_UNKNOWN, "")
@@ -94,3 +105,51 @@ class _Lines(Bar):
         now = time.monotonic()
         self._due = now + min(_MOST, max(SECONDS, now - self._began))
         print(self, file=self.fp, flush=True)
+
+
+class Stages:
+    """One bar over all stages of a command, by the work of each in a unit that they share; close it by `with`.
+
+    Args:
+        title: What stands in front of all stages.
+    """
+
+    def __init__(self, title: str, shown: bool = True) -> None:
+        layout = f"{title}: {{percent}} % |{{bar}}| {{desc}}, {{remaining}} left"
+        self._bar = progress_bar(total=1, bar_format=layout, shown=shown, leave=False, miniters=0)
+        self._stage = ""
+        self._begun = self._work = 0.0
+        self._rounds = 0
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def expect(self, work: float) -> None:
+        """Set how much work is left, at most."""
+        self._bar.total = self._bar.n + work
+
+    def begin(self, stage: str, work: float, rounds: int = 0) -> None:
+        """Begin a stage.
+
+        Args:
+            stage: Its name.
+            work: Its part of the work that is left.
+            rounds: Number of its rounds, of which the running one is named.
+        """
+        self._stage = stage
+        self._begun = self._bar.n
+        self._work = work
+        self._rounds = rounds
+        self._bar.total = max(self._bar.total, self._begun + work)
+        self.update(0.0)
+
+    def update(self, share: float) -> None:
+        """Set the share of the stage's work that is done."""
+        name = self._stage
+        if self._rounds:
+            name += f", round {min(self._rounds, 1 + int(share * self._rounds))} of {self._rounds}"
+        self._bar.set_description_str(name, refresh=False)
+        self._bar.update(self._begun + share * self._work - self._bar.n)

@@ -19,6 +19,7 @@ from mmod.analysis.prefill import Prompt
 from mmod.analysis.table import DENSE
 from mmod.analysis.timing import Reading, relative_times, sample_times
 from mmod.config import RoutingConfig, Score
+from mmod.io.progress import Stages
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.methods.route import Route
@@ -187,7 +188,10 @@ def stopwatch(model: nn.Module, part: str, batch: object) -> Clock:
             models[str(number)] = change_(copy_of(model), Route({part: config}))
         readings = {name: {part: Reading(partial(run_batch, timed, batch), 1)} for name, timed in models.items()}
         device = next(model.parameters()).device
-        times = relative_times(sample_times(readings, rounds=_ROUNDS, device=device, shown=True)[part], DENSE)
+        with Stages("search") as stages:
+            stages.begin("timing", work=1.0)
+            by_round = sample_times(readings, rounds=_ROUNDS, device=device, callback=stages.update)[part]
+        times = relative_times(by_round, DENSE)
         milliseconds, _ = times.pop(DENSE)
         return milliseconds, [1 / speedup for _, speedup in times.values()]
 

@@ -254,8 +254,7 @@ def times_of(
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]],
     sizes: Sequence[int],
     rounds: int,
-    *,
-    shown: bool,
+    callback: Callback = lambda share: None,
 ) -> tuple[Times[tuple[str, int]], float]:
     """Return the times of the final models of runs, by input and size of batches, in interleaved rounds.
 
@@ -264,6 +263,7 @@ def times_of(
     Args:
         runs: By name; that of the dense model among them.
         readings: The passes that are timed, as `mmod.training.engine.kind.readings`.
+        callback: That of `times_once`.
     """
     finals = {name: run.final for name, run in runs.items()}
     identity = {"models": {name: identity_of(final.config) for name, final in finals.items()}, "sizes": list(sizes)}
@@ -281,4 +281,4 @@ def times_of(
         return passes
 
     device = device_of(finals[DENSE])
-    return times_once(measurer.store, identity, all_readings, device, rounds=rounds, shown=shown)
+    return times_once(measurer.store, identity, all_readings, device, rounds=rounds, callback=callback)

@@ -15,7 +15,7 @@ from mmod.analysis.style import save_picture
 from mmod.analysis.table import DENSE, Table, compare
 from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Runner
-from mmod.io.progress import Bar
+from mmod.io.progress import Bar, Stages
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
 from mmod.names import plural
@@ -130,11 +130,12 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
                     runner.say(f"table and picture, from now on: {comparison.folder}/tradeoff.{{md,png}}")
                 is_announced = True
     sizes = list(study.config.size_suffixes)
+    rounds = study.config.latency_rounds
     # Timed alone, and once.
-    with locked(comparison.folder, wait=True):
-        table.times, table.waiting = times_of(
-            done, measurer, study.kind.readings, sizes, study.config.latency_rounds, shown=runner.progress
-        )
+    with locked(comparison.folder, wait=True), Stages(runner.title, runner.progress) as stages:
+        stages.begin("timing", work=1.0, rounds=rounds)
+        readings = study.kind.readings
+        table.times, table.waiting = times_of(done, measurer, readings, sizes, rounds, stages.update)
         return write()
 
 

@@ -209,7 +209,7 @@ def test_the_bar_weighs_runs_by_their_work(capsys: pytest.CaptureFixture[str], m
     assert re.search(r"study: 0 % .*base, seed 0 *\r", shown)
     # Without a number it says nothing of the time left.
     assert "?" not in shown
-    assert re.search(r"17 % .*dense, seed 0, \d+:\d+ left", shown)
+    assert re.search(r"16 % .*dense, seed 0, \d+:\d+ left", shown)
     assert re.search(r"83 % .*a-mod, seed 1, \d+:\d+ left", shown)
     # Nothing of the bar stays above the table that follows.
     assert shown.endswith("\r")

@@ -110,7 +110,7 @@ def test_a_study_off_a_terminal_says_what_is_done_in_lines(clock: Clock, capsys:
     said = capsys.readouterr().err
     assert "\r" not in said
     # The table that follows says that all are done.
-    assert [line.split()[1] for line in said.splitlines()] == ["17", "33", "67"]
+    assert [line.split()[1] for line in said.splitlines()] == ["16", "33", "66"]
 
 
 def test_every_bar_is_made_in_one_place() -> None:
