@@ -257,7 +257,7 @@ class Advice:
         if first < self.images:
             why = "clearly beaten there by what is as fast"
             if self.faster is not None:
-                why += ", or too slow"
+                why = "not the least loss there, by the worse end of its interval"
             measured.append(f"{first} {self.samples}: {why}; all others ran on {self.images}.")
         if self.samples == "prompts" and self.accuracy is None:
             measured.append("The prompts have no answers, so that next tokens decide.")

@@ -1,12 +1,13 @@
-"""A comparison that stops early: all candidates are evaluated on few samples, and those near the front on all.
+"""Comparisons that stop early, for `mmod.advise`: only those that may be advised are evaluated on all samples.
 
-For `mmod.advise`; studies evaluate all candidates on all samples.
+Studies evaluate all candidates on all samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ BATCH = "batch"
 """Name of the timed pass that decides."""
 SHARES = 3
 """Decimals of a share that is shown in percent, with one."""
+# By so much may the speed-up of a single round be wrong.
+_ROUGH = 1.05
 COSINES = 4
 """Decimals of a cosine: those of models that hardly differ from the dense one begin with 0.999."""
 
@@ -35,7 +38,6 @@ def near_front(
     first: int,
     times: Callable[[], tuple[Times[str], float]],
     decimals: int = SHARES,
-    faster: float | None = None,
 ) -> Iterator[list[Look]]:
     """Yield rounds of a comparison: all candidates on few samples, and on all samples those near the front.
 
@@ -48,24 +50,17 @@ def near_front(
         first: Number of samples of the first look.
         times: Returns the times of all models once they have run, and `Table.waiting`.
         decimals: Those of the figure, as tables show it.
-        faster: The speed-up that is wanted. Slower candidates are looked at no further if any is as fast.
     """
     yield look_at(names, 0, first)
     table.times, table.waiting = times()
     samples = evaluated(table, DENSE)
 
     def looks(wanted: Iterable[str]) -> list[Look]:
-        few = [name for name in wanted if name not in slow and evaluated(table, name) < samples]
+        few = [name for name in wanted if evaluated(table, name) < samples]
         return list(chain.from_iterable(look_at([name], evaluated(table, name), samples) for name in few))
 
     ms = milliseconds(table, BATCH)
     leads = {name: _lead(table, figure, name) for name in ms}
-    slow = set()
-    if faster is not None:
-        others = [name for name in ms if name != DENSE]
-        slow = {name for name in others if not reaches(round(ms[DENSE] / ms[name], 2), faster)}
-        if len(slow) == len(others):
-            slow = set()
 
     def is_better(one: str, other: str) -> bool:
         # On so few samples, many a mean is better by chance.
@@ -80,6 +75,66 @@ def near_front(
         requested = looks(front_in(table, figure, decimals=decimals))
 
 
+def for_speed(
+    table: Table,
+    series: Sequence[Sequence[str]],
+    first: int,
+    times: Callable[[Sequence[str], int], tuple[Times[str], float]],
+    rounds: int,
+    speed: float,
+    order: Callable[[str], Any],
+) -> Iterator[list[Look]]:
+    """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
+
+    All are timed in one round, and in all rounds those that may be what their series needs: its first that reaches the
+    speed, as smaller ones lose more. These are evaluated on few samples, and on all the one that may be the answer. If
+    none reaches the speed, that is the fastest.
+
+    Args:
+        table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
+        series: Names of candidates by series, the largest first.
+        first: Number of samples of the first look.
+        times: Returns the times of candidates in a number of rounds, and `Table.waiting`.
+        rounds: Number of rounds.
+        speed: The speed-up that is wanted.
+        order: From an evaluated candidate to what is least for the answer, see `AdviceRow.order`.
+    """
+    names = list(chain.from_iterable(series))
+    table.times, table.waiting = times(names, 1)
+    if not names:
+        return
+    speedups = _speedups(table)
+    near = []
+    for of_series in series:
+        for name in of_series:
+            if reaches(_ROUGH * speedups[name], speed):
+                near.append(name)
+            if reaches(speedups[name] / _ROUGH, speed):
+                break
+    if near and rounds > 1:
+        further, table.waiting = times(near, rounds - 1)
+        for of, by_name in further.items():
+            for name, ms in by_name.items():
+                table.times[of][name] = table.times[of][name] + ms
+        speedups = _speedups(table)
+    chosen = []
+    for of_series in series:
+        chosen += [name for name in of_series if reaches(speedups[name], speed)][:1]
+    if not chosen:
+        chosen = [max(near or names, key=speedups.__getitem__)]
+    yield look_at(chosen, 0, first)
+    samples = evaluated(table, DENSE)
+    # More samples may show that another one is the answer, which then has to be that on as many.
+    while evaluated(table, answer := min(chosen, key=order)) < samples:
+        yield look_at([answer], evaluated(table, answer), samples)
+
+
+def _speedups(table: Table) -> dict[str, float]:
+    """Return the speed-ups of batches as tables show them."""
+    ms = milliseconds(table, BATCH)
+    return {name: round(ms[DENSE] / own, 2) for name, own in ms.items()}
+
+
 def milliseconds(table: Table, of: str) -> dict[str, float]:
     """Return the milliseconds of every candidate in a pass, as compared with the dense model round by round."""
     return {name: ms for name, (ms, _) in relative_times(table.times[of], DENSE).items()}
@@ -92,9 +147,8 @@ def front_in(table: Table, figure: str, leave_out: Container[str] = (), decimals
         leave_out: Candidates that are as if they had not been measured.
         decimals: Those of the figure, as tables show it.
     """
-    ms = {name: own for name, own in milliseconds(table, BATCH).items() if name not in leave_out}
-    speedups = {name: ms[DENSE] / own for name, own in ms.items()}
-    return shown_front(speedups, {name: _lead(table, figure, name) for name in ms}, decimals)
+    speedups = {name: speedup for name, speedup in _speedups(table).items() if name not in leave_out}
+    return shown_front(speedups, {name: _lead(table, figure, name) for name in speedups}, decimals)
 
 
 def _lead(table: Table, figure: str, name: str) -> float:

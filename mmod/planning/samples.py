@@ -22,6 +22,7 @@ from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.table import Measured
 from mmod.analysis.timing import PASSES, Reading, image_reading
 from mmod.analysis.tracing import trace
+from mmod.io.jobs import Callback
 from mmod.io.store import fingerprint
 from mmod.planning.candidate import MEASURES, ImageSize, Measure
 from mmod.planning.divergence import PromptBatch, compared, outputs, real_tokens
@@ -90,6 +91,7 @@ class Images:
         labels: Tensor | None,
         batch_size: int,
         measure: Measure | None = None,
+        callback: Callback = lambda share: None,
     ) -> None:
         self.part = part
         self.prefix = prefix
@@ -108,7 +110,7 @@ class Images:
         try:
             # Of the dense model: outputs on other grids are brought to this one.
             with watch_grid(model) as seen:
-                self.dense_NRF = self._outputs(model, 0, len(pixels))
+                self.dense_NRF = self._outputs(model, 0, len(pixels), callback)
         # As hosts refuse sizes of images.
         except (RuntimeError, AssertionError) as error:
             shape = tuple(pixels.shape)
@@ -157,27 +159,27 @@ class Images:
         (side,) = sides
         return redundancy(whole_patches(self.pixels, side), side)
 
-    def costs(self, model: nn.Module) -> Costs:
-        """Return the FLOPs of a pass over an image: of a mean one, where they follow from the data."""
+    def costs(self, model: nn.Module, count: int | None = None) -> Costs:
+        """Return the FLOPs of a pass over an image: a mean over the first ones, where they follow from the data."""
         path, inputs, size = self.counted
         counted = model.get_submodule(path)
         # A model of one's own may read values of images, and a count has none.
         with suppress(NotImplementedError, RuntimeError, AssertionError, ValueError):
             if not by_data(counted):
                 return Costs(pass_flops(meta_copy(counted), inputs), None)
-            return Costs(flops(counted, size, self._kept_shares(counted, model)).routed, None)
+            return Costs(flops(counted, size, self._kept_shares(counted, model, count or len(self))).routed, None)
         return Costs(None, None)
 
-    def _kept_shares(self, counted: nn.Module, model: nn.Module) -> dict[str, float]:
-        """Return the share of tokens that each place of a model keeps, mean over all images, as a study has it."""
+    def _kept_shares(self, counted: nn.Module, model: nn.Module, count: int) -> dict[str, float]:
+        """Return the share of tokens that each place of a model keeps, mean over images, as a study has it."""
         shares: dict[str, float] = {}
-        for start in range(0, len(self), _AT_ONCE):
-            stop = min(start + _AT_ONCE, len(self))
+        for start in range(0, count, _AT_ONCE):
+            stop = min(start + _AT_ONCE, count)
             # A trace is that of one pass.
             with trace(counted) as decisions:
                 self._outputs(model, start, stop)
             for name, share in decisions.kept_shares().items():
-                shares[name] = shares.get(name, 0.0) + share * (stop - start) / len(self)
+                shares[name] = shares.get(name, 0.0) + share * (stop - start) / count
         return shares
 
     def check(self, model: nn.Module) -> None:
@@ -204,10 +206,18 @@ class Images:
             passes[ALONE] = image_reading(model, images[:PASSES], 1)
         return passes
 
-    def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
+    def evaluate(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Measured:
         """Return whether the top class of some images is the dense model's, or the mean cosine over rows."""
+        return self._compared(model, self._outputs(model, start, stop, callback), start)
+
+    def evaluate_dense(self, model: nn.Module, callback: Callback = lambda share: None) -> Measured:
+        """Return the same of the dense model on all images, whose outputs are known."""
+        return self._compared(model, self.dense_NRF, 0)
+
+    def _compared(self, model: nn.Module, changed_NRF: Tensor, start: int) -> Measured:
+        stop = start + len(changed_NRF)
         dense_NRF = self.dense_NRF[start:stop].float()
-        changed_NRF = self._outputs(model, start, stop).float()
+        changed_NRF = changed_NRF.float()
         if changed_NRF.shape[1] != dense_NRF.shape[1]:
             with watch_grid(model) as seen:
                 self.check(model)
@@ -221,8 +231,9 @@ class Images:
             outcomes[CORRECT] = (top_N == self.labels[start:stop].cpu()).double().numpy()
         return _measured(outcomes)
 
-    def _outputs(self, model: nn.Module, start: int, stop: int) -> Tensor:
+    def _outputs(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Tensor:
         """Return the outputs (N, R, F): one row per image, or one per patch."""
+        done = 0
         batches = []
         for chunk in self.pixels[start:stop].split(_AT_ONCE):
             rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
@@ -230,6 +241,8 @@ class Images:
                 # Rows of patches are many, and only compared.
                 rows_NRF = rows_NRF[:, self.prefix :].half()
             batches.append(rows_NRF.cpu())
+            done += len(chunk)
+            callback(done / (stop - start))
         return torch.cat(batches)
 
 
@@ -319,7 +332,14 @@ class Prompts:
     note = ""
     batches_at: Callable[[nn.Module, ImageSize], list[PromptBatch]] | None = None
 
-    def __init__(self, model: Any, part: str, batches: Sequence[PromptBatch], is_right: IsRight) -> None:
+    def __init__(
+        self,
+        model: Any,
+        part: str,
+        batches: Sequence[PromptBatch],
+        is_right: IsRight,
+        callback: Callback = lambda share: None,
+    ) -> None:
         self.measure = AGREEMENT
         self.part = part
         self.batches = batches
@@ -344,7 +364,10 @@ class Prompts:
                 "come, padded to one length; computing padding slows down the dense model most."
             )
         self.read = [_read(batch) for batch in batches]
-        tops = [self._top(model, batch) for batch in batches]
+        tops = []
+        for number, batch in enumerate(batches, 1):
+            tops.append(self._top(model, batch))
+            callback(number / len(batches))
         self.dense_T = [top_T for top_T, _ in tops]
         self.identity = {
             **_identity(model, part, len(self), [told for _, told in tops]),
@@ -410,7 +433,7 @@ class Prompts:
         """Return the prefill of prompts of equal length and of the first batch, vision tower included."""
         return {name: Reading(partial(run_batch, model, batch), self.batch_size) for name, batch in self.timed.items()}
 
-    def costs(self, model: nn.Module) -> Costs:
+    def costs(self, model: nn.Module, count: int | None = None) -> Costs:
         """Return the FLOPs of the language model's prefill of a prompt of mean length, and the bytes of its cache."""
         images = sum(int((batch["input_ids"] == self.image_token).sum()) for batch in self.batches) // len(self)
         tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
@@ -426,7 +449,11 @@ class Prompts:
         image_BN = (self.batches[0]["input_ids"] == self.image_token).cpu()
         return {name: float(routing.keep_BN.cpu()[image_BN].float().mean()) for name, routing in decisions.items()}
 
-    def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
+    def evaluate_dense(self, model: nn.Module, callback: Callback = lambda share: None) -> Measured:
+        """Return the outcomes of the dense model on all prompts, whose answers it generates."""
+        return self.evaluate(model, 0, len(self), callback)
+
+    def evaluate(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Measured:
         """Return the share of a prompt's next tokens that are the dense model's, and whether its answer is right."""
         scores: list[float] = []
         correct: list[bool] = []
@@ -438,6 +465,7 @@ class Prompts:
             scores += [float(x.double().mean()) for x in (top_T == self.dense_T[number]).split(counts)]
             if self.has_labels:
                 correct += right_of(model, self.questions[number], self.pad, self.image_token, self.is_right)
+            callback((self.starts[number + 1] - start) / (stop - start))
         outcomes = {AGREEMENT: np.array(scores)}
         if self.has_labels:
             outcomes[CORRECT] = np.array(correct, np.float64)

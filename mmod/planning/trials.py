@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from mmod.analysis.table import (
 from mmod.analysis.timing import Times, ratios, say_kept, times_once
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
+from mmod.io.progress import Stages
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
@@ -41,11 +42,12 @@ from mmod.planning.advice import WRITTEN, Advice
 from mmod.planning.candidate import CONTROL, TOLERANCE, Candidate, ImageSize, Measure
 from mmod.planning.choice import AdviceRow
 from mmod.planning.divergence import PromptBatch, check_batches
-from mmod.planning.early import BATCH, COSINES, SHARES, front_in, milliseconds, near_front
+from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import (
     AGREEMENT,
     CORRECT,
+    FIRST_LOOK,
     AtSize,
     Costs,
     Images,
@@ -58,6 +60,15 @@ from mmod.planning.untrained import BEFORE_BLOCK, image_candidates, language_can
 from mmod.values import check_value
 
 ROUNDS = 5
+"""Timed rounds."""
+FEW_ROUNDS = 3
+"""Those for a wanted speed."""
+# Candidates, at most about, and those of a wanted speed that are evaluated: for the work that is left.
+_CANDIDATES = 25
+_NEAR = 5
+# Work in passes of the dense model.
+_FITTING = 32.0
+_REPORT = 32.0
 # What training may change, and where models are tuned that a study can make.
 _UNTRAINED = "Nothing was trained here: fine-tuned models may lose less, and rank differently."
 _STUDY = (
@@ -196,15 +207,20 @@ def advise(
     samples: Images | Prompts
     chosen: Sequence[Candidate]
     unfitted: dict[str, str] = {}
-    with in_mode(False, model), torch.no_grad():
+    stages = Stages("advise", progress)
+    with stages, in_mode(False, model), torch.no_grad():
+        stages.expect(_most_work(images, batch_size, faster))
+        stages.begin("dense model", images)
         if stack.language:
-            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store)
+            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store, stages.update)
             if at_size is not None:
                 samples.batches_at = partial(_batches_at, at_size, images)
                 smaller, unfitted = smaller_images(model, samples.batches, pixel_limits)
                 chosen = [*chosen, *smaller]
         else:
-            samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size, measure)
+            given = first_images(batches, images)
+            samples = Images(model, part, stack.prefix, *given, batch_size, measure, stages.update)
+            stages.begin("fitting to FLOPs", _FITTING)
             if candidates is None:
                 image = samples.pixels[:1].to(samples.device)
                 chosen, unfitted = image_candidates(model, part, depth, image, samples.patches, faster)
@@ -224,9 +240,13 @@ def advise(
         entrants |= _ready_models(models, samples, entrants)
         figure = CORRECT if samples.has_labels else AGREEMENT
         decimals = SHARES if samples.measure == AGREEMENT else COSINES
-        table = _compared(entrants, figure, results, decimals, faster, progress)
+        table = _compared(entrants, figure, results, decimals, faster, stages)
+        stages.begin("report", _REPORT)
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
-        costs = {name: one.samples.costs(one.model) for name, one in entrants.items()}
+        costs = {}
+        for name in table.runs:
+            _, changed, as_read, _ = entrants[name]
+            costs[name] = as_read.costs(changed, evaluated(table, name))
         choosing = {name for name, one in entrants.items() if is_routed(one.model) or _prunes(one.candidate)}
         rows = tuple(rows_of(table, figure, by_name, choosing, costs, part, is_only, decimals))
         if not is_named:
@@ -239,6 +259,7 @@ def advise(
     if samples.has_labels:
         accuracy = mean_of(table, CORRECT, DENSE)
     remarks = [samples.note, _attending_twice(entrants), _at_random(chosen, depth), _as_they_are(models), untrained]
+    remarks.append(_only_timed(table))
     if title is None:
         title = f"Advice for {_name_of(model)}"
     caution = table.caution
@@ -269,18 +290,62 @@ def advise(
     return advice
 
 
+def _most_work(samples: int, batch_size: int, faster: float | None) -> float:
+    """Return about the most passes that advice takes, before its candidates are known."""
+    timed = 2 * ROUNDS * batch_size
+    if faster is None:
+        return samples + _CANDIDATES * (samples + timed)
+    return 2 * samples + _NEAR * (FIRST_LOOK + timed)
+
+
 def _compared(
-    entrants: Mapping[str, Entrant], figure: str, results: Store, decimals: int, faster: float | None, progress: bool
+    entrants: Mapping[str, Entrant],
+    figure: str,
+    results: Store,
+    decimals: int,
+    faster: float | None,
+    stages: Stages,
 ) -> Table:
-    """Return the rows and times of all models; those that may be on the front are evaluated on all samples."""
+    """Return the rows and times of the models; those that may be advised are evaluated on all samples."""
     _, dense, samples, _ = entrants[DENSE]
     table = Table()
-    # On all samples, since every look is compared with it.
-    table.add(DENSE, 0, samples.evaluate(dense, 0, len(samples)))
     changed = [name for name in entrants if name != DENSE]
-    rounds = near_front(table, changed, figure, samples.first, partial(_times, results, entrants), decimals, faster)
-    measure = partial(evaluate_once, results, entrants)
-    fill(table, rounds, measure, Runner(progress=progress, title="advise"))
+    rounds: Iterable[list[Look]]
+    if faster is None:
+        passes = samples.readings(dense)
+        times = partial(_times, results, entrants, stages, passes, changed, ROUNDS)
+        rounds = near_front(table, changed, figure, samples.first, times, decimals)
+        timed = ROUNDS * sum(reading.samples for reading in passes.values())
+        later = len(changed) * (timed + len(samples) - samples.first)
+    else:
+        series: dict[str, list[str]] = {}
+        for name in changed:
+            series.setdefault(entrants[name].candidate.series or name, []).append(name)
+
+        def order(name: str) -> tuple[Any, ...]:
+            candidate = entrants[name].candidate
+            # What chooses at random is never advised.
+            return (candidate.at_random, *_row(table, figure, candidate).order)
+
+        # The speed that is wanted is that of batches.
+        times = partial(_times, results, entrants, stages, [BATCH])
+        rounds = for_speed(table, list(series.values()), samples.first, times, FEW_ROUNDS, faster, order)
+        later = len(samples) - samples.first
+    # On all samples, since every look is compared with it.
+    stages.begin("answers of the dense model", len(samples))
+    table.add(DENSE, 0, samples.evaluate_dense(dense, stages.update))
+
+    def expected(later: float) -> Iterator[list[Look]]:
+        for looks in rounds:
+            stages.expect(sum(look.work for look in looks) + later + _REPORT)
+            yield looks
+            later = 0.0
+
+    def measure(look: Look, callback: Callback) -> Measured:
+        stages.begin(f"{look.name} on {len(look.part)} samples", look.work)
+        return evaluate_once(results, entrants, look, stages.update)
+
+    fill(table, expected(later), measure, Runner(progress=False))
     return table
 
 
@@ -299,6 +364,18 @@ def _check_question(folder: Path, question: Mapping[str, object]) -> None:
         f"{str(folder / taken[0])!r} is advice on another question, which differs in {', '.join(named)}: remove it, or "
         "name another folder, `folder=...` in Python and --output FOLDER of `mmod advise`"
     )
+
+
+def _only_timed(table: Table) -> str:
+    """Say which candidates a wanted speed leaves out once they are timed: a sentence or none."""
+    times = table.times[BATCH]
+    told = []
+    for name, ms in times.items():
+        if name not in table.runs:
+            told.append(f"{name} ({ratios(times[DENSE], ms):.2f})")
+    if not told:
+        return ""
+    return f"Only timed, as too slow or smaller than its series needs (times as fast): {', '.join(told)}."
 
 
 def _name_of(model: nn.Module) -> str:
@@ -382,11 +459,12 @@ def _prompts(
     candidates: Sequence[Candidate] | None,
     is_right: IsRight,
     store: Path | None,
+    callback: Callback,
 ) -> tuple[Prompts, Sequence[Candidate]]:
     """Return prompts to evaluate candidates on, and the candidates; plans are searched on the first fifth."""
     prompts = first_prompts(batches, count, next(model.parameters()).device)
     if candidates is not None:
-        return Prompts(model, part, prompts, is_right), candidates
+        return Prompts(model, part, prompts, is_right, callback), candidates
     # No plan is evaluated on prompts that chose it.
     ends = list(accumulate(len(batch["input_ids"]) for batch in prompts))
     # Whole batches, which may hold more than a fifth.
@@ -397,7 +475,7 @@ def _prompts(
             "smaller batches"
         )
     candidates = language_candidates(model, part, depth, prompts[:searched], store)
-    evaluated = Prompts(model, part, prompts[searched:], is_right)
+    evaluated = Prompts(model, part, prompts[searched:], is_right, callback)
     evaluated.note = (
         f"Plans were searched on the first {ends[searched - 1]} of {ends[-1]} prompts, and all candidates evaluated on "
         f"the other {len(evaluated)}. {evaluated.note}"
@@ -493,18 +571,50 @@ def evaluate_once(
     start, stop = look.part.start, look.part.stop
     named = {"candidate": look.name, "code": candidate.code(samples.part, False), "image_size": candidate.image_size}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
-    return rows_once(store, identity, lambda: samples.evaluate(model, start, stop))
+    return rows_once(store, identity, lambda: samples.evaluate(model, start, stop, callback))
 
 
-def _times(store: Store, entrants: Mapping[str, Entrant]) -> tuple[Times[str], float]:
+def _times(
+    store: Store,
+    entrants: Mapping[str, Entrant],
+    stages: Stages,
+    passes: Collection[str],
+    names: Sequence[str],
+    rounds: int,
+) -> tuple[Times[str], float]:
     _, model, samples, _ = entrants[DENSE]
-    changed = {name: one.candidate for name, one in entrants.items() if name != DENSE}
+    timed = {name: entrants[name] for name in (DENSE, *names)}
     # Whatever shares a round is part of it: other neighbours slow a pass down differently.
-    codes = {name: [candidate.code(samples.part, False), candidate.image_size] for name, candidate in changed.items()}
-    identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size}
-    readings = {name: one.samples.readings(one.model) for name, one in entrants.items()}
+    codes = {}
+    readings = {}
+    work = 0
+    for name, one in timed.items():
+        of_model = one.samples.readings(one.model)
+        readings[name] = {of: of_model[of] for of in passes}
+        work += rounds * sum(reading.samples for reading in readings[name].values())
+        if name != DENSE:
+            codes[name] = [one.candidate.code(samples.part, False), one.candidate.image_size]
+    identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size, "rounds": rounds}
     device = next(model.parameters()).device
-    return times_once(store, identity, lambda: readings, device, rounds=ROUNDS)
+    stages.begin("timing", work, rounds)
+    return times_once(store, identity, lambda: readings, device, rounds=rounds, callback=stages.update)
+
+
+def _row(table: Table, figure: str, candidate: Candidate) -> AdviceRow:
+    """Return what is measured of a candidate."""
+    times = table.times[BATCH]
+    accuracy = None
+    # Without answers, the figure is the agreement itself.
+    if figure == CORRECT:
+        accuracy = gap(table, figure, candidate.name, DENSE)
+    return AdviceRow(
+        name=candidate.name,
+        label=candidate.label,
+        speedup=ratios(times[DENSE], times[candidate.name]),
+        score=interval_of(table, AGREEMENT, candidate.name),
+        accuracy=accuracy,
+        images=evaluated(table, candidate.name),
+    )
 
 
 def rows_of(
@@ -529,9 +639,8 @@ def rows_of(
     # Those that are too slow are not on it by the first samples alone.
     few = [name for name in ms if evaluated(table, name) < evaluated(table, DENSE)]
     front = front_in(table, figure, {*at_random, *few}, decimals)
-    times = table.times[BATCH]
     dense = costs[DENSE].flops
-    for name in sorted(ms, key=ms.__getitem__):
+    for name in sorted(table.runs, key=ms.__getitem__):
         if name == DENSE:
             continue
         candidate = candidates[name]
@@ -539,18 +648,11 @@ def rows_of(
         share = None
         if flops is not None and dense is not None:
             share = flops / dense
-        accuracy = agreement_to_control = None
-        # Without answers, the figure is the agreement itself.
+        agreement_to_control = None
         if figure == CORRECT:
-            accuracy = gap(table, figure, name, DENSE)
             agreement_to_control = gap(table, AGREEMENT, name, candidate.control)
-        yield AdviceRow(
-            name=name,
-            label=candidate.label,
-            speedup=ratios(times[DENSE], times[name]),
-            score=interval_of(table, AGREEMENT, name),
-            accuracy=accuracy,
-            images=evaluated(table, name),
+        yield dataclasses.replace(
+            _row(table, figure, candidate),
             code=candidate.code(part, is_only),
             config=candidate.config(part, is_only),
             on_front=name in front,

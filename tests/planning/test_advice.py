@@ -7,8 +7,11 @@ import json
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -26,6 +29,8 @@ from mmod.analysis.statistics import Estimate
 from mmod.analysis.table import Measured, rows_once
 from mmod.analysis.timing import Spread
 from mmod.blocks import MethodWarning
+from mmod.io import progress
+from mmod.io.progress import Stages
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
@@ -989,6 +994,8 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
         return {trials.BATCH: {name: [10.0 / (1 + 0.15 * place)] * 2 for place, name in enumerate(readings)}}
 
     monkeypatch.setattr(timing, "sample_times", timed)
+    # The others would be timed again, at other places.
+    monkeypatch.setattr(trials, "FEW_ROUNDS", 1)
     if faster > 2:
         few_series(monkeypatch, "smaller-image")
     model = timm.create_model("test_vit", dynamic_img_size=True).eval()
@@ -1006,6 +1013,70 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     assert advice.best is not None
     assert advice.best.loss.high == min(row.loss.high for row in reaching)
     assert re.search(f"{faster:g} times (the speed|as fast)", advice.sentence)
+
+
+# Where time falls less than FLOPs do, the largest budget is close to the speed or clearly misses it.
+@pytest.mark.parametrize(("fixed", "batch_size", "most"), [(0.25, 8, 700), (0.2, 8, 720), (0.25, 32, 1200)])
+def test_a_wanted_speed_takes_few_passes_and_shows_life(
+    fixed: float, batch_size: int, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = ""
+    passes: Counter[str] = Counter()
+
+    def share_of(name: str) -> float:
+        """The share of the FLOPs that stands in the name of a model, or of the stage that evaluates it."""
+        found = re.match(r"[a-z-]+-(0\.\d+)", name)
+        return float(found[1]) if found else 1.0
+
+    def begin(stages: Stages, name: str, work: float, rounds: int = 0) -> None:
+        nonlocal stage
+        stage = name
+        begun(stages, name, work, rounds)
+
+    def counted(model: nn.Module, images: Tensor, part: str) -> Tensor:
+        passes[stage] += len(images)
+        return run(model, images, part)
+
+    def interleave(calls: Mapping[tuple[str, str], Any], *, callback: Any, **_: Any) -> dict[Any, list[float]]:
+        assert {of for _, of in calls} == {trials.BATCH}
+        for number, (name, _) in enumerate(calls, 1):
+            passes["timing"] += batch_size * share_of(name)  # type: ignore[assignment]
+            callback(number / len(calls))
+        return {(name, of): [fixed + (1 - fixed) * share_of(name)] for name, of in calls}
+
+    begun, run = Stages.begin, samples.outputs
+    monkeypatch.setattr(Stages, "begin", begin)
+    monkeypatch.setattr(samples, "outputs", counted)
+    monkeypatch.setattr(timing, "interleave", interleave)
+    # Each look at the clock takes half a minute.
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=count(0, 30).__next__))
+    monkeypatch.setattr(progress, "_MOST", 60)
+    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    images = pictures(256)
+    advice = trials.advise(model, [images], batch_size=batch_size, faster=1.4)
+    assert passes.pop("dense model") == len(images)
+    # Each is tried on one.
+    checked = passes.pop("fitting to FLOPs")
+    assert checked <= 16
+    timed = passes.pop("timing")
+    looks = {name: number for name, number in passes.items() if name.endswith(" samples")}
+    assert looks == dict(passes)
+    evaluated = sum(number * share_of(name) for name, number in looks.items())
+    assert len(images) + checked + timed + evaluated <= most
+    assert timed <= len(images) + evaluated or batch_size > 8
+    assert max(row.images for row in advice.rows) == len(images)
+    assert advice.recommendations[0].named is not None
+    assert advice.recommendations[0].named.images == len(images)
+    assert "Only timed, as too slow or smaller than its series needs" in str(advice)
+
+    told = capsys.readouterr().err.splitlines()
+    lines = [re.fullmatch(r"advise: (\d+) % (.*?)(, [\d:]+ left)?", line) for line in told]
+    assert all(lines)
+    percents = [int(line[1]) for line in lines if line]
+    assert percents == sorted(percents)
+    assert percents[-1] < 100
+    names = " ".join(line[2] for line in lines if line)
+    assert all(name in names for name in ("dense model", "timing, round 1 of 1", "timing, round 2 of 2", *looks))
 
 
 def test_a_wanted_speed_chooses_candidates_itself() -> None:

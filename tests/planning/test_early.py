@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from mmod.analysis.table import DENSE, Look, Measured, Table, compare, evaluated
 from mmod.io.jobs import Callback, Runner
-from mmod.planning.early import front_in, milliseconds, near_front
+from mmod.planning.early import for_speed, front_in, milliseconds, near_front
 
 SAMPLES = 12
 FIRST = 4
@@ -90,19 +93,44 @@ def test_candidates_are_compared_on_the_same_samples() -> None:
     assert front_in(table, "right") == ["lucky", "same"]
 
 
-@pytest.mark.parametrize(("faster", "looked_at"), [(None, ["slow", "fast"]), (2.0, ["fast"]), (9.0, ["slow", "fast"])])
-def test_what_is_slower_than_wanted_is_looked_at_no_further(faster: float | None, looked_at: list[str]) -> None:
-    outcomes = {DENSE: np.ones(SAMPLES), "slow": np.ones(SAMPLES), "fast": np.r_[0.0, np.ones(SAMPLES - 1)]}
+@pytest.mark.parametrize("speed", [1.2, 2.0, 9.0])
+@pytest.mark.parametrize("losses", [(1, 2, 3, 0), (3, 2, 1, 0), (0, 0, 0, 0)])
+def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(speed: float, losses: tuple[int, ...]) -> None:
+    """Timing leaves one of each series, few samples leave one, and the answer is that on all samples."""
+    series = [["a", "a smaller"], ["b"], ["slow"]]
+    ms = {DENSE: 12.0, "a": 8.0, "a smaller": 4.0, "b": 5.0, "slow": 13.0}
+    wrong = dict(zip(ms, (0, *losses, 0)))
+    outcomes = {name: np.r_[np.zeros(number), np.ones(SAMPLES - number)] for name, number in wrong.items()}
+    timed: list[tuple[set[str], int]] = []
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
+
+    def times(names: Sequence[str], rounds: int) -> tuple[dict[str, dict[str, list[float]]], float]:
+        timed.append((set(names), rounds))
+        return {"batch": {name: [ms[name]] * rounds for name in (DENSE, *names)}}, 1.0
 
     def evaluate(look: Look, callback: Callback) -> Measured:
         rows = outcomes[look.name][look.part.start : look.part.stop]
         return Measured({}, samples=len(rows), outcomes={"right": rows})
 
-    times = {DENSE: [6.0] * 3, "slow": [4.0] * 3, "fast": [2.0] * 3}
-    names = ["slow", "fast"]
-    rounds = near_front(table, names, "right", FIRST, lambda: ({"batch": times}, 1.0), faster=faster)
-    for _ in compare(table, rounds, evaluate, Runner(progress=False)):
-        pass
-    assert [name for name in names if evaluated(table, name) == SAMPLES] == looked_at
+    def order(name: str) -> tuple[float, float]:
+        return -float(table.runs[name][0].outcomes["right"].mean()), ms[name]
+
+    rounds = for_speed(table, series, FIRST, times, 3, speed, order)
+    looks = list(compare(table, rounds, evaluate, Runner(progress=False)))
+    reaching = [next(filter(lambda name: ms[DENSE] / ms[name] >= speed, names), None) for names in series]
+    expected = {name for name in reaching if name} or {"a smaller"}
+    assert {look.name for look in looks} == expected
+    assert [look.name for look in looks[: len(expected)]] == [name for name in chain(*series) if name in expected]
+    assert evaluated(table, min(expected, key=order)) == SAMPLES
+    # All are timed once, and what may be needed in the other rounds too.
+    assert timed[0] == (set(ms) - {DENSE}, 1)
+    assert [rounds for _, rounds in timed[1:]] == [2] * bool(reaching != [None] * 3)
+    assert all(names >= expected for names, _ in timed)
+
+
+def test_a_speed_without_candidates_times_the_dense_model_alone() -> None:
+    table = Table()
+    rounds = for_speed(table, [], FIRST, lambda names, rounds: ({"batch": {DENSE: [1.0]}}, 1.0), 3, 2.0, len)
+    assert list(rounds) == []
+    assert milliseconds(table, "batch") == {DENSE: 1.0}
