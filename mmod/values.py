@@ -483,7 +483,10 @@ def describe(hint: Any, limit: Limit | None = FINITE) -> str:
         keys = "numbers" if arguments[0] in (int, float) else "names"
         if arguments[1] is Any:
             return f"a mapping of {keys}"
-        return f"a mapping of {keys} to {describe(arguments[1], limit)}"
+        values = describe(arguments[1], limit)
+        if " or " in values:
+            values = f"({values})"
+        return f"a mapping of {keys} to {values}"
     if origin is collections.abc.Callable:
         return "a function"
     if hint in _NAMES:
