@@ -160,7 +160,7 @@ def _paths_in_groups(cls: Any, described: str = "") -> Iterator[str]:
             yield from (f"{name}.{key}" for key in (*keys, *_paths_in_groups(group)))
 
 
-def required_fields(cls: Any) -> list[str]:
+def required_fields(cls: type) -> list[str]:
     """Return the fields of a dataclass that have no default."""
     return [field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is MISSING]
 

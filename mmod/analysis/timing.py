@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -223,7 +223,7 @@ def times_once(
         The times, and a median over rounds: the seconds that a round took for each second of computing on the CPU
         thread. It is 1 on an idle machine, on a GPU, and with more threads.
     """
-    by_pass: Times[Any] = {}
+    by_pass: Times[Timed] = {}
     waiting = []
     ready: Readings[Timed] | None = None
 

@@ -196,7 +196,7 @@ def _routing_sections(config_class: type) -> Iterator[str]:
     yield _entry(f"{key}preset", f"In place of the others, a preset and the fields to change: {', '.join(PRESETS)}.")
 
 
-def _describe(config_class: Any, prefix: str) -> str:
+def _describe(config_class: type, prefix: str) -> str:
     """Return the fields of a dataclass that are no groups with descriptions, types and defaults, as options."""
     meanings = field_meanings(config_class)
     hints = typing.get_type_hints(config_class)
@@ -212,7 +212,7 @@ def _describe(config_class: Any, prefix: str) -> str:
     return "\n".join(lines)
 
 
-def shown_default(config_class: Any, item: dataclasses.Field[Any]) -> str:
+def shown_default(config_class: type, item: dataclasses.Field[object]) -> str:
     """Return the default of a field as JSON; empty if the field is required."""
     if item.default_factory is not dataclasses.MISSING:
         return json.dumps(item.default_factory(), default=vars)

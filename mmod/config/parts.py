@@ -167,7 +167,7 @@ def _options(part: Any) -> dict[str, object]:
     return {item.name: plain(getattr(part, item.name)) for item in dataclasses.fields(part)}
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> object:
     """Return a value of a config with all of its options, as plain JSON values.
 
     Example:

@@ -321,7 +321,7 @@ def _place_in_score(name: str, options: Mapping[str, object]) -> str:
     return f"the score {name!r}, pass router=mmod.score({', '.join([repr(name), *arguments])})"
 
 
-def _options_of(cls: type[Any]) -> list[str]:
+def _options_of(cls: type) -> list[str]:
     return [item.name for item in dataclasses.fields(cls) if item.name != "name"]
 
 

@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from mmod.data.embedded import SETS
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         raise one_line_exit(error) from error
 
 
-def _convert(module: Any, arguments: Sequence[str], prog: str) -> None:
+def _convert(module: ModuleType, arguments: Sequence[str], prog: str) -> None:
     """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report."""
     settings, convert = module.CONVERSION
     parser = _parser(module.__doc__, prog)

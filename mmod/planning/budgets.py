@@ -203,13 +203,13 @@ def _fitted_field(candidate: Candidate) -> str | None:
 def _with(candidate: Candidate, value: Any) -> Candidate:
     """Return a candidate with a value in place of "fit"."""
 
-    def filled(fields: Any) -> Any:
-        return fields and {name: value if field == FIT else field for name, field in fields.items()}
+    def filled(fields: Mapping[str, object]) -> dict[str, object]:
+        return {name: value if field == FIT else field for name, field in fields.items()}
 
     return dataclasses.replace(
         candidate,
         image_size=value if candidate.image_size == FIT else candidate.image_size,
-        routing=filled(candidate.routing),
+        routing=candidate.routing and filled(candidate.routing),
         methods=tuple(map(filled, candidate.methods)),
     )
 

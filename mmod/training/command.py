@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mmod.training.engine.config import RunConfig
+    from mmod.training.engine.evaluate import RoutedResult
     from mmod.training.engine.run_folder import FitResult
 
 _DRY = "--dry-run"
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str], kind: str) -> None:
     print(told_start(config, counted.processes))
 
 
-def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
+def next_commands(config: RunConfig, result: FitResult[RoutedResult | None]) -> str:
     """Return the commands that may follow a finished run, and where its model is."""
     from mmod.methods.route import is_routed
     from mmod.training.engine.start import sketch

@@ -12,7 +12,7 @@ from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import RUN_CONFIG, read_run_config, run_classes
 from mmod.opening.weights import load_weights, read_weights
-from mmod.training.engine.config import LoopConfig
+from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.kinds import config_class, kind_of
 
 
@@ -21,7 +21,7 @@ def of_run(opened: Opened, run: Path) -> Opened:
     fields = read_run_config(run)
     classes = run_classes(run)
 
-    def prepare() -> Any:
+    def prepare() -> object:
         # A user's own config, in a run folder, may leave them out.
         data = fields.get("data")
         images = None if data is None else _class_of(fields).image_fields(data)
@@ -53,5 +53,5 @@ def open_checkpoint(run: Path, path: Path) -> Opened:
     return open_model(model)
 
 
-def _class_of(fields: Mapping[str, Any]) -> Any:
+def _class_of(fields: Mapping[str, Any]) -> type[RunConfig]:
     return config_class(fields.get("kind", "image"))
