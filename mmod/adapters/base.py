@@ -418,7 +418,7 @@ class NamedArguments(CallForm, BlockCall):
             return narrow_batch(rows, index_BK, self.rope_prefix)
         return self._as_host(narrow_batch(_behind_images(rows), index_BK, self.rope_prefix))
 
-    def with_mask(self, arguments: Arguments, mask: Tensor | None) -> dict[str, Any]:
+    def with_mask(self, arguments: Arguments, mask: Tensor | None) -> dict[str, object]:
         """Return the arguments with a mask or bias of keys."""
         if mask is None:
             required = self.parameters.get(self.mask) is inspect.Parameter.empty

@@ -235,7 +235,7 @@ class ClipBlock(NamedArguments):
             return dict(arguments)
         return {**arguments, "attn_mask": mask.unflatten(0, (-1, self.heads))}
 
-    def with_mask(self, arguments: Arguments, mask: Tensor | None) -> dict[str, Any]:
+    def with_mask(self, arguments: Arguments, mask: Tensor | None) -> dict[str, object]:
         """Return the arguments with a mask or bias (B, 1 or H, 1 or K, K), in the host's shape."""
         if mask is not None:
             mask = self._flat(mask, mask.shape[-1])

@@ -74,8 +74,8 @@ def _build(
     parser = _parser(_BUILD.format(dataset), prog)
     parser.add_argument("root", nargs="?", help="folder of the build")
     parser.add_argument("--montage", help="PNG file to draw test images into, instead of building")
-    names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}
-    parser.add_argument("--difficulty", **names, help="named parameters to start from")
+    names = list(dataset.difficulties)
+    parser.add_argument("--difficulty", choices=names, default="default", help="named parameters to start from")
     if export is not None:
         parser.add_argument("--json", action="store_true", help="write SPLIT.json and images/ instead of shards")
     add_fields(parser, kind)

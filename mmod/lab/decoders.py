@@ -75,7 +75,7 @@ class SharedLayer:
             return None
         return valid_tokens(mask, x_BND, self.call.cached(arguments))
 
-    def select_tokens(self, arguments: Mapping[str, object], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, object], x_BND: Tensor, routing: Routing) -> Mapping[str, object]:
         """Return the arguments for kept tokens; in the first run, these are all."""
         if not self.behind:
             return arguments

@@ -87,7 +87,7 @@ def watch_state(model: nn.Module, changed: bool) -> None:
     _watch(model._load_state_dict_post_hooks, model.register_load_state_dict_post_hook, fill_added, changed)
 
 
-def _watch(hooks: MutableMapping[int, Any], register: Callable[[Any], Any], hook: object, changed: bool) -> None:
+def _watch(hooks: MutableMapping[int, Any], register: Callable[[Any], object], hook: object, changed: bool) -> None:
     # A copy of a model has the same functions.
     present = [key for key, other in hooks.items() if other is hook]
     if not changed:

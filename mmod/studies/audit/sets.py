@@ -170,7 +170,7 @@ def strata_of(boxes: Sequence[Box], canvas: int, targets: Tensor) -> dict[str, l
     return strata
 
 
-def regions_of(image: NDArray[Any], box: Box, grid: tuple[int, int]) -> NDArray[np.str_]:
+def regions_of(image: np.ndarray, box: Box, grid: tuple[int, int]) -> NDArray[np.str_]:
     """Return the content of every patch by its middle: the digit's box, ink of other digits, or background (P)."""
     pixels = torch.from_numpy(image)[None].float()
     has_ink = torch.nn.functional.adaptive_max_pool2d(pixels, grid)[0] > 0

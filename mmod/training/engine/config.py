@@ -168,7 +168,7 @@ class RunConfig:
         return None
 
     @classmethod
-    def image_fields(cls, data: Mapping[str, object]) -> Mapping[str, Any] | None:
+    def image_fields(cls, data: Mapping[str, object]) -> Mapping[str, object] | None:
         """Return how images are prepared for evaluation by the fields of `data`; None where the model says it.
 
         Returns:
@@ -275,7 +275,7 @@ class RunConfig:
         """Return the config of the same run on images of `side` pixels: positions are resampled."""
         return type(self).from_dict(merged(self.as_written(), self.keys_of_size(side)))
 
-    def keys_of_size(self, side: int) -> dict[str, Any]:
+    def keys_of_size(self, side: int) -> dict[str, object]:
         """Return the keys that say the size of images in a training config of this kind."""
         raise ValueError(f"a run of kind {self.kind!r} has images of one size: leave image_size={side} out")
 

@@ -97,7 +97,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return logits_of(model, batch["input_ids"])
 
 
-def create_dense(config: ModelConfig) -> Any:
+def create_dense(config: ModelConfig) -> nn.Module:
     """Create the dense model without the weights of its checkpoint, in training mode; its end token ends a file."""
     if config.config is not None:
         opened = open_model({**_BYTES, **config.config}, pretrained=False)
