@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -232,7 +232,7 @@ def _candidates(base: Proof, signature: Mapping[str, inspect.Parameter], inputs:
                     yield candidate
 
 
-def random_copy(block: nn.Module) -> Any:
+def random_copy(block: nn.Module) -> nn.Module:
     """Return a copy of a block on the CPU in fp32, dense and without hooks, with all of its weights drawn at random.
 
     A trial of weights as they are would show nothing of a bias that begins at zero.
@@ -296,7 +296,7 @@ class _TrialBlock(ConvertedBlock):
 class _Added(nn.Module):
     """Stands for a module that a method adds to a block, and that the block's own code must not call."""
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse the block."""
         raise _Refused(
             "runs whatever modules it contains, so it would run the router that a method adds as one of them: let it "
