@@ -439,7 +439,7 @@ class NamedArguments(CallForm, BlockCall):
         z_BKD: Tensor,
         routing: Routing,
         keys: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Any:
+    ) -> object:
         """Run the host's forward on kept tokens that attend to all tokens.
 
         Args:

@@ -154,7 +154,7 @@ def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> objec
     return clone
 
 
-def _as_block(x_BND: Tensor, in_tuple: bool) -> Any:
+def _as_block(x_BND: Tensor, in_tuple: bool) -> object:
     """Return tokens as the model's blocks return them."""
     if in_tuple:
         return x_BND, None

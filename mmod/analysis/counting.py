@@ -392,7 +392,7 @@ class _WithoutMaps(AttentionIntercept):
         without_map = super().replace(func)
         assert without_map is not None
 
-        def attend(*args: Any, **kwargs: Any) -> Any:
+        def attend(*args: object, **kwargs: object) -> Any:
             # With its map, attention is computed in parts, and they are counted.
             if kwargs.get("need_weights", True):
                 return func(*args, **kwargs)

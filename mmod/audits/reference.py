@@ -93,7 +93,7 @@ def _head_watched(host: Any, entropies: list[Tensor]) -> Iterator[None]:
     head = host.forward_head
     prefix = find_stack(host).prefix
 
-    def forward_head(x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_head(x_BND: Tensor, *args: object, **kwargs: object) -> Tensor:
         # An image of that token alone, whichever of its tokens the head reads.
         alone = x_BND.flatten(0, 1).unsqueeze(1).expand(-1, prefix + 1, -1)
         answer = head(alone)

@@ -26,7 +26,7 @@ _BY_DEPTH = ("blocks", "capacity")
 _WITHOUT_CAPACITY = {"load", "membership"}
 
 
-def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
+def preset(name: str, depth: int | None = None, **changes: object) -> RoutingConfig:
     """Return the routing config of a published method, or this library's recommended learned router.
 
     `mmod.presets()` lists the presets. The page "Configs and scores" of the docs has their options and differences from

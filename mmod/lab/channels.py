@@ -59,11 +59,11 @@ class Channels(Method):
     chosen: Literal["score", "random", "first"] = "score"
     replaces: ClassVar[str] = ".selector."
 
-    def find(self, model: nn.Module) -> dict[str, object]:
+    def find(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return every second block of the stages of a ResNet, by name."""
         if not _is_resnet(model):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
-        blocks: dict[str, object] = {}
+        blocks: dict[str, nn.Module] = {}
         for name, stage in model.named_children():
             if not name.startswith("layer"):
                 continue

@@ -100,7 +100,7 @@ class SharedLayer:
         z_BKD: Tensor,
         routing: Routing,
         keys: list[tuple[Tensor, Tensor]],
-    ) -> Any:
+    ) -> object:
         """Return kept tokens after the layer, in which they attend to the keys of its first run.
 
         Args:

@@ -187,7 +187,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         """The cost depends on the data: images that exited cost nothing."""
         return True
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
         check_once(self, x)
         state = self.mod_state
@@ -286,7 +286,7 @@ class ExitModel(BlockOwner):
 
     def mod_run_in_call(
         self, name: str, run: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         """Return the model's output for all images, each from the exit that it took.
 
         Labels are kept from the model; its loss is computed here, from the logits of all images.
@@ -298,7 +298,7 @@ class ExitModel(BlockOwner):
             kwargs = {**named, "labels": None}
             args = ()
 
-        def run_and_gather(*args: object, **kwargs: object) -> Any:
+        def run_and_gather(*args: object, **kwargs: object) -> object:
             call = self.mod_owner.calls.value.running
             assert isinstance(call, ExitCall)
             call.inputs = (args, kwargs)
@@ -310,7 +310,7 @@ class ExitModel(BlockOwner):
         return _with_loss(self, output, labels)
 
 
-def _with_loss(model: Any, output: Any, labels: Tensor) -> Any:
+def _with_loss(model: Any, output: Any, labels: Tensor) -> object:
     """Return the output of a model of transformers with its loss."""
     loss = model.loss_function(labels, logits_of(output), model.config)
     if isinstance(output, tuple):
@@ -323,7 +323,7 @@ def _as_reset(converted: type[nn.Module], host_reset: Callable[..., object]) -> 
     """Return timm's `reset_classifier` as one that gives each exit a copy of the new classifier."""
 
     @functools.wraps(host_reset)
-    def reset_classifier(self: Any, num_classes: int, *args: Any, **kwargs: Any) -> None:
+    def reset_classifier(self: Any, num_classes: int, *args: object, **kwargs: object) -> None:
         if not num_classes:
             raise ValueError("early exit needs class probabilities: call mmod.undo_ before reset_classifier(0)")
         super(converted, self).reset_classifier(num_classes, *args, **kwargs)

@@ -102,7 +102,7 @@ def plain_errors(read: Path | None = None) -> Iterator[None]:
         raise DamagedFileError(f"{str(read)!r} is no whole sharded state: {cause}") from error
 
 
-def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
+def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> object:
     """Read tensors and plain values, and classes by their names as others that stand in for them."""
     try:
         with torch.serialization.safe_globals(list(stand_ins)):

@@ -132,7 +132,7 @@ def of_equal_length(model: Any, batch: PromptBatch, like: PromptBatch | None = N
     lengths_B = tokens_B if like is None else real_tokens(like).sum(1)
     seeing = [row for row in lengths_B.argsort(stable=True).tolist() if images_B[row] or not images_B.any()]
     row = seeing[len(seeing) // 2]
-    equal: dict[str, Any] = {}
+    equal: dict[str, object] = {}
     for name, value in batch.items():
         if not isinstance(value, Tensor):
             equal[name] = value

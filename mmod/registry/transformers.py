@@ -24,7 +24,7 @@ class _Opened:
         """Register nothing: configs of routed models are of the same classes as those of dense ones."""
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any, **options: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: object, config: Any, **options: object) -> Any:
         from mmod.pretrained import load_transformers
 
         made = cls._class_for(config)

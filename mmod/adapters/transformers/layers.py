@@ -131,7 +131,7 @@ class DecoderLayerCall(BlockCall):
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
-    ) -> Any:
+    ) -> object:
         """Return the host forward's output for kept tokens that attend to all tokens.
 
         Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
