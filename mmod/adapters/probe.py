@@ -37,7 +37,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # How rows that differ by image are passed, see `CallForm`; the first is tried before the others.
 LAYOUTS = ("heads", "batch", "flat")
 # What the forward of a model takes: images, all arguments in order, or arguments by name.
-Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
+Example = Tensor | tuple[object, ...] | Mapping[str, object]
 # Arguments of models that read images or videos.
 PIXELS = ("pixel_values", "pixel_values_videos")
 # Sides of images that models without a setting may take, in pixels.

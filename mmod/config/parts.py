@@ -343,7 +343,7 @@ class Score(Checked, group="router"):
         total_B1 = score_BN.masked_fill(~valid_BN, 0.0).sum(dim=1, keepdim=True)
         return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1
 
-    def to_dict(self) -> str | dict[str, Any]:
+    def to_dict(self) -> str | dict[str, object]:
         """Return the score as plain values: its name, with the options that differ from their defaults."""
         return spelled(self)
 

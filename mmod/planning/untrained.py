@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_part, find_stacks
 from mmod.analysis.counting import meta_copy, pass_flops
-from mmod.analysis.flop_count import flops
+from mmod.analysis.flop_count import Size, flops
 from mmod.analysis.table import DENSE
 from mmod.config import RoutingConfig
 from mmod.io.configs import shipped_config
@@ -132,7 +132,7 @@ def _before_blocks(candidate: Candidate) -> Candidate:
     return dataclasses.replace(candidate, routing={**candidate.routing, "skipped": BEFORE_BLOCK})
 
 
-def counted_part(model: nn.Module, part: str, image: Tensor) -> tuple[str, Mapping[str, Tensor], Any]:
+def counted_part(model: nn.Module, part: str, image: Tensor) -> tuple[str, Mapping[str, Tensor], Size]:
     """Return what is counted of a dense model for an image: a module's path, its inputs, and what `flops` takes.
 
     Args:
@@ -140,7 +140,8 @@ def counted_part(model: nn.Module, part: str, image: Tensor) -> tuple[str, Mappi
     """
     is_only = len(find_stacks(model)) <= 1
     inputs = {"image" if is_only else part: image.to("meta", next(model.parameters()).dtype)}
-    size = tuple(image.shape[1:]) if is_only else inputs
+    _, channels, height, width = image.shape
+    size: Size = (channels, height, width) if is_only else inputs
     # A model of transformers that reads texts too, of which no method here changes a thing.
     if hasattr(model, "get_image_features"):
         # Here, because importing it needs transformers.

@@ -109,7 +109,7 @@ def wrap(opened: Opened, name: str) -> TwoTowers:
     return TwoTowers(inner, _preprocessing(opened.preprocessing.fields, name)).train()
 
 
-def _preprocessing(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _preprocessing(fields: Mapping[str, Any], name: str) -> dict[str, object]:
     """Return arguments of timm's `create_transform` as fields of open_clip's `PreprocessCfg`."""
     if fields["crop_pct"] != 1 or fields["input_size"][0] != len(_CHANNELS):
         raise ValueError(
