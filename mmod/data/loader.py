@@ -229,7 +229,7 @@ def _transform(config: DataConfig, training: bool, normalise: bool = True) -> Tr
 
     fields = evaluation_fields(config)
     augment = config.augment if training else None
-    chosen: dict[str, Any] = {name: fields.pop(name) for name in ("crop_pct", "interpolation")}
+    chosen = {name: fields.pop(name) for name in ("crop_pct", "interpolation")}
     if augment is not None:
         chosen = asdict(augment)
     try:

@@ -57,7 +57,7 @@ def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     alone: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for name, value in state.items():
-        local: Any = value
+        local = value
         if hasattr(value, "to_local"):
             local = value.to_local()
         # Views of one storage share memory even where their own addresses differ.

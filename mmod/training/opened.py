@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mmod.adapters import adapted_model
 from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import RUN_CONFIG, read_run_config, run_classes
 from mmod.opening.weights import load_weights, read_weights
-from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.training.engine.config import LoopConfig
 from mmod.training.kinds import config_class, kind_of
 
 
@@ -24,7 +22,7 @@ def of_run(opened: Opened, run: Path) -> Opened:
     def prepare() -> object:
         # A user's own config, in a run folder, may leave them out.
         data = fields.get("data")
-        images = None if data is None else _class_of(fields).image_fields(data)
+        images = None if data is None else config_class(fields.get("kind", "image")).image_fields(data)
         if images is not None:
             return Preprocessing(images, "of the run")
         known = opened.preprocessing
@@ -39,7 +37,7 @@ def of_run(opened: Opened, run: Path) -> Opened:
 def open_checkpoint(run: Path, path: Path) -> Opened:
     """Open weights of a run that is not finished: the model of its config, its methods, then the weights."""
     fields = read_run_config(run)
-    config = _class_of(fields).load(run / RUN_CONFIG)
+    config = config_class(fields.get("kind", "image")).load(run / RUN_CONFIG)
     if not isinstance(config, LoopConfig):
         raise ValueError(
             f"a run of kind {config.kind!r} is opened by the model that it saved, and it has not saved any"
@@ -51,7 +49,3 @@ def open_checkpoint(run: Path, path: Path) -> Opened:
     state = read_weights(path)
     load_weights(model, {name.removeprefix("inner."): value for name, value in state.items()}, path)
     return open_model(model)
-
-
-def _class_of(fields: Mapping[str, Any]) -> type[RunConfig]:
-    return config_class(fields.get("kind", "image"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
@@ -46,8 +45,8 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
             "images, one with model.args.global_pool '' patches"
         )
     if pretrained and data.channels == 3:
-        published: Mapping[str, Any] = getattr(model, "pretrained_cfg", {})
-        name_or_path: Any = getattr(model, "name_or_path", "")
+        published = getattr(model, "pretrained_cfg", {})
+        name_or_path = getattr(model, "name_or_path", "")
         if is_of_transformers(name_or_path):
             published = processor_fields(name_or_path)
         for name, default in {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}.items():
