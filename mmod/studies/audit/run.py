@@ -60,7 +60,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     result = folder / "audit.json"
     options = config.audit
     if result.exists():
-        _record(folder, config)
+        _record(folder, config, options)
         return Audit.from_dict(read_json_object(result)["audit"])
     sets = sets_of(config.kind)
     if options.generation and not sets.writes:
@@ -101,7 +101,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         shifts={name: SHIFTS[name] for name in options.shifts},
     )
     # Once the options are checked, so that a refused audit leaves no folder.
-    _record(folder, config)
+    _record(folder, config, options)
     batches = read_set(kind, model)
     report = audit(
         model,
@@ -119,7 +119,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     return report
 
 
-def _record(folder: Path, config: Any) -> None:
+def _record(folder: Path, config: RunConfig, options: AuditOptions) -> None:
     """Record what is audited in a folder.
 
     Raises:
@@ -127,7 +127,6 @@ def _record(folder: Path, config: Any) -> None:
         FolderTakenError: It has the audit of something else.
     """
     checksums = {**identity_of(config)["weights"]}
-    options = config.audit
     for path in (options.reference, *options.baselines):
         if path is not None:
             checksums[path] = weight_sums(path)
