@@ -40,8 +40,8 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"{name or 'a config file'} must be a mapping of keys to values, got {brief(values)}")
-    # Typed as Any, because mypy takes a type variable for no dataclass.
-    config_class: Any = cls
+    # mypy takes a type variable for nothing that a cache can hash.
+    config_class: type = cls
     hints = hints_of(config_class)
     prefix = f"{name}." if name else ""
     fields: dict[str, object] = {}
@@ -102,7 +102,7 @@ def _from_plain(hint: object, value: object, name: str, limit: Limit | None) -> 
     return value
 
 
-def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
+def _told_unknown(cls: type, keys: Sequence[object], name: str) -> str:
     """Return the message for unknown keys of a config: similar ones, also in its groups, and once all valid ones."""
     valid = sorted(hints_of(cls))
     listed = f"valid keys at the top level: {', '.join(valid)}"
@@ -186,7 +186,7 @@ def with_keys_in(group: str, config: object, message: str) -> str:
     if not group:
         return message
     # Not the name of a file, which stands in quotes or behind its folder.
-    cls: Any = type(config)
+    cls: type = type(config)
     names = "|".join(hints_of(cls))
     return re.sub(rf"(?<![\w./'\"])(?=(?:{names})\.\w)", f"{group}.", message)
 

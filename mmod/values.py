@@ -85,7 +85,7 @@ def check_fields(config: object, group: str = "") -> None:
     Python's, which files can hold, and lists and ranges by tuples where the type is a tuple. `group` is the fields'
     section in messages.
     """
-    cls: Any = type(config)
+    cls: type = type(config)
     limits = limits_of(cls)
     mistakes = Mistakes()
     for name, hint in hints_of(cls).items():
@@ -341,14 +341,14 @@ class Mistakes:
 
 
 @functools.cache
-def hints_of(cls: Any) -> dict[str, object]:
+def hints_of(cls: type) -> dict[str, object]:
     """Return the types of a dataclass's fields, by name."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
-def limits_of(cls: Any) -> dict[str, Limit]:
+def limits_of(cls: type) -> dict[str, Limit]:
     """Return the limits in the annotations of a dataclass's fields, by name."""
     limits: dict[str, Limit] = {}
     # Bases first: a class may set the limit of an inherited field anew.
