@@ -26,7 +26,7 @@ from mmod.plain import without
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.loop import open_data
 from mmod.training.chat.preflight import step_samples, steps_of
-from mmod.training.chat.start import create_with_processor, router_parameters
+from mmod.training.chat.start import router_parameters, sketch_to_train
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import RunEstimate, bytes_of, said_reading
 from mmod.values import IGNORED
@@ -99,7 +99,7 @@ def estimate(kind: Any) -> ChatEstimate:
     trainer = without(config.trainer, _DEVICES)
     arguments = training_arguments(replace(config, trainer=trainer))
     check_files(config.data)
-    model, processor = create_with_processor(config, on_meta=True)
+    model, processor = sketch_to_train(config)
     collator, _, train, val = open_data(config, processor, arguments, progress=False)
 
     # Evenly over the data, since files are often sorted.

@@ -25,12 +25,11 @@ from mmod.io.store import Store
 from mmod.io.sums import write_sums
 from mmod.opening.runs import FINAL_MODEL
 from mmod.opening.transformers import hidden_bars
-from mmod.random_state import kept_random_state
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, answer_loss, ask, check_enough, score
 from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.preflight import check_start, steps_of
-from mmod.training.chat.start import create_with_processor, warn_of_halves
+from mmod.training.chat.start import create_with_processor, sketch_to_train, warn_of_halves
 from mmod.training.chat.trainer import RoutedTrainer, train_to_end, training_arguments
 from mmod.training.engine.distributed import check_launch, faults_of_all, wait_for_all
 from mmod.training.engine.health import evaluation_rows, rows_of_logs, write_rows
@@ -84,8 +83,7 @@ def _train(
     check_files(config.data)
     # What the model cannot be is refused before conversations and weights are read, which takes long; and before the
     # trainer's arguments, with which DeepSpeed would split this model too.
-    with kept_random_state():
-        _, processor = create_with_processor(config, on_meta=True)
+    _, processor = sketch_to_train(config)
     arguments = training_arguments(config)
     progress = progress and arguments.process_index == 0
     data = open_data(config, processor, arguments, progress)

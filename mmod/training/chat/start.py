@@ -18,10 +18,10 @@ from mmod.methods.route import is_routed, routed_blocks, routers_of
 from mmod.model import change_
 from mmod.names import one_line
 from mmod.opening.open import TRANSFORMERS, open_model
+from mmod.random_state import kept_random_state
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor
-from mmod.training.engine.groups import OptimConfig
-from mmod.training.engine.optim import create_optimizer
+from mmod.training.engine.optim import check_optimizer
 from mmod.values import check_value, refuse_unknown
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -65,12 +65,21 @@ def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[A
         if parameter.dtype in _HALF and not config.is_sharded:
             parameter.data = parameter.data.float()
     check_routers_learn(model)
+    return model.train(), processor
+
+
+def sketch_to_train(config: TrainConfig) -> tuple[Any, Any]:
+    """Create the model to train on the meta device, and its processor.
+
+    A ValueError if nothing of it would be trained, or by no optimiser that is known: an evaluation needs neither.
+    """
+    if config.optim is not None:
+        check_optimizer(config.optim)
+    with kept_random_state():
+        model, processor = create_with_processor(config, on_meta=True)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"frozen: {config.frozen} leaves no weight to train: leave out a part, or set routing or lora")
-    if config.optim is not None:
-        # Made once for its refusals, long before the trainer makes it.
-        create_optimizer(OptimConfig(config.optim), model)
-    return model.train(), processor
+    return model, processor
 
 
 def _check_protected(model: nn.Module, protected: str) -> None:

@@ -19,13 +19,18 @@ from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.groups import OptimConfig
 
 
+def check_optimizer(name: str) -> None:
+    """Raise a ValueError for an optimiser that timm does not know."""
+    names = [str(known) for known in list_optimizers()]
+    # The part before an underscore names a wrapper of timm's, such as lookahead.
+    if name.lower().split("_")[-1] not in names:
+        hint = near_names(name, names, "timm.optim.list_optimizers()")
+        raise ValueError(f"timm knows no optimiser {name!r}; {hint}")
+
+
 def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: int = 1) -> torch.optim.Optimizer:
     """Create timm's optimiser with its parameter groups."""
-    names = [str(name) for name in list_optimizers()]
-    # The part before an underscore names a wrapper of timm's, such as lookahead.
-    if config.opt.lower().split("_")[-1] not in names:
-        hint = near_names(config.opt, names, "timm.optim.list_optimizers()")
-        raise ValueError(f"timm knows no optimiser {config.opt!r}; {hint}")
+    check_optimizer(config.opt)
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
             model,

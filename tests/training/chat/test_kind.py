@@ -393,6 +393,14 @@ def test_what_the_model_cannot_be_is_refused_before_conversations_are_read(
             begin(config)
 
 
+def test_what_only_training_needs_keeps_no_model_from_being_counted_and_evaluated(folder: Path) -> None:
+    # It exists on GPUs alone.
+    config = vlm_config(folder, optim="fusedadam")
+    assert estimate(config).parameters > 0
+    model, _ = create_with_processor(replace(config, frozen=["image", "projector", "language"]))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_an_empty_file_of_questions_is_named_before_training_conversations_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
