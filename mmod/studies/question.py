@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmod.io.files import write_json
+from mmod.io.files import locked, write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.opening.runs import told_sums, weight_sums
 from mmod.plain import without
@@ -42,11 +42,13 @@ class Question:
 
     def begin(self, folder: Path, report: str = REPORT) -> None:
         """Check a folder, and record what its first result will answer: a stopped start may leave one and no table."""
-        self.check(folder, report)
-        answered = answered_by(folder)
-        # What other programs record of their models meanwhile stays.
-        if answered is None or not answered["models"]:
-            self.keep(folder, (), report)
+        # Several programs may begin at once.
+        with locked(folder, wait=True):
+            self.check(folder, report)
+            answered = answered_by(folder)
+            # What others have recorded of their models stays.
+            if answered is None or not answered["models"]:
+                self.keep(folder, (), report)
 
     def check(self, folder: Path, report: str = REPORT) -> None:
         """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data.

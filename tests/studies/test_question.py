@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,16 @@ def test_a_study_that_was_stopped_before_its_first_result_knows_its_files(tmp_pa
     asked["others"].keep(folder, ["dense"])
     asked["others"].begin(folder)
     assert json.loads((folder / QUESTION).read_text())["models"].keys() == {"dense"}
+
+
+def test_programs_that_begin_a_study_at_once_write_in_turns(tmp_path: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(8)]
+    asked = Question({"data": "these"}, 1, {"dense": {"is_trained": False}})
+    with ThreadPoolExecutor(8) as programs:
+        for folder in folders:
+            folder.mkdir()
+            list(programs.map(asked.begin, [folder] * 8))
+    assert all([path.name for path in folder.iterdir()] == [QUESTION] for folder in folders)
 
 
 @pytest.mark.parametrize(
