@@ -331,6 +331,13 @@ def test_a_model_with_a_compiled_block_is_refused_with_its_name(
     assert not mmod.is_routed(model)
 
 
+def test_a_compiled_head_stands_for_no_other_mistake() -> None:
+    model = timm.create_model("test_vit")
+    model.head = torch.nn.Sequential(torch.compile(model.head))
+    with pytest.raises(ValueError, match=r"^blocks must be ascending numbers from 0 to 5, each once, got \[99\]"):
+        mmod.route_(model, mmod.RoutingConfig(blocks=(99,)))
+
+
 def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
     model, images = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig()).eval(), torch.randn(1, 3, 160, 160)
     by_threshold = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(select="threshold"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -37,20 +38,23 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     if library is None:
         parts: dict[str, Part] = {"image": functools.partial(find_blocks, inner)}
     else:
-        with naming_compiled(model):
+        with _naming_compiled(model):
             parts = load_adapter(library).find_parts(inner)
     path = next(name for name, module in model.named_modules() if module is inner)
-    return {name: functools.partial(_find_below, path, part) for name, part in parts.items()}
+    return {name: functools.partial(_find_below, model, path, part) for name, part in parts.items()}
 
 
-def _find_below(path: str, part: Part) -> BlockStack:
+def _find_below(model: nn.Module, path: str, part: Part) -> BlockStack:
     """Return the blocks of a part of a wrapped model, with their names in the wrapper."""
-    return part().below(path)
+    with _naming_compiled(model):
+        stack = part().below(path)
+    # Some hosts look at a block when it is changed.
+    return dataclasses.replace(stack, call_of=_naming_compiled(model)(stack.call_of))
 
 
 @contextmanager
-def naming_compiled(model: nn.Module) -> Iterator[None]:
-    """Say of a model that is refused which of its blocks is compiled, and so hides its class."""
+def _naming_compiled(model: nn.Module) -> Iterator[None]:
+    """Say of a model whose blocks are not found which of its blocks is compiled, and so hides its class."""
     try:
         yield
     except ValueError as error:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from mmod.adapters import BlockStack, find_library, find_stack, find_stacks, load_adapter
-from mmod.adapters.find import naming_compiled
 from mmod.adapters.tokens import forget, remember
 from mmod.blocks import (
     Deciding,
@@ -107,8 +106,7 @@ class Method(Checked, ABC, group="method"):
                 f"this {type(model).__name__} has methods for training alone ({kinds}), which come last: call "
                 f"mmod.undo_, apply {self.kind!r}, and then those"
             )
-        with naming_compiled(model):
-            return method.put_(model)
+        return method.put_(model)
 
     def fitted(self, model: nn.Module) -> Method:
         """Return the method with what it takes from the model that it is applied to, such as a depth."""
