@@ -87,8 +87,8 @@ def for_speed(
     """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
 
     All are timed in one round, and in all rounds those that may be what their series needs: its first that reaches the
-    speed, as smaller ones lose more. These are evaluated on few samples, and on all the one that may be the answer. If
-    none reaches the speed, that is the fastest.
+    speed, as smaller ones lose more; if none does, the fastest. These are evaluated on few samples, and on all the one
+    that may be the answer.
 
     Args:
         table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
@@ -103,30 +103,40 @@ def for_speed(
     table.times, table.waiting = times(names, 1)
     if not names:
         return
-    speedups = _speedups(table)
-    near = []
-    for of_series in series:
-        for name in of_series:
-            if reaches(_ROUGH * speedups[name], speed):
-                near.append(name)
-            if reaches(speedups[name] / _ROUGH, speed):
-                break
-    if near and rounds > 1:
-        further, table.waiting = times(near, rounds - 1)
-        for of, by_name in further.items():
-            for name, ms in by_name.items():
-                table.times[of][name] = table.times[of][name] + ms
-        speedups = _speedups(table)
-    chosen = []
-    for of_series in series:
-        chosen += [name for name in of_series if reaches(speedups[name], speed)][:1]
-    if not chosen:
-        chosen = [max(near or names, key=speedups.__getitem__)]
+    rough = table.times
+    exact = names if rounds == 1 else []
+    chosen = _needed(table, series, speed, exact)
+    # More rounds may show that others are needed, of which one round alone says too little.
+    while not set(chosen) <= set(exact):
+        exact = [*exact, *(name for name in chosen if name not in exact)]
+        further, table.waiting = times(exact, rounds - 1)
+        table.times = {}
+        for of, by_name in rough.items():
+            table.times[of] = {name: ms + further[of].get(name, []) for name, ms in by_name.items()}
+        chosen = _needed(table, series, speed, exact)
     yield look_at(chosen, 0, first)
     samples = evaluated(table, DENSE)
     # More samples may show that another one is the answer, which then has to be that on as many.
     while evaluated(table, answer := min(chosen, key=order)) < samples:
         yield look_at([answer], evaluated(table, answer), samples)
+
+
+def _needed(table: Table, series: Sequence[Sequence[str]], speed: float, exact: Container[str]) -> list[str]:
+    """Return what may be the first of its series that reaches a speed, or the fastest candidate if none may.
+
+    Args:
+        exact: The candidates that are timed in all rounds.
+    """
+    speedups = _speedups(table)
+    needed = []
+    for of_series in series:
+        for name in of_series:
+            rough = 1.0 if name in exact else _ROUGH
+            if reaches(rough * speedups[name], speed):
+                needed.append(name)
+            if reaches(speedups[name] / rough, speed):
+                break
+    return needed or [max(chain.from_iterable(series), key=speedups.__getitem__)]
 
 
 def _speedups(table: Table) -> dict[str, float]:
