@@ -22,6 +22,7 @@ from mmod.analysis.table import Measured, Table, compare, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Callback, Runner
+from mmod.io.records import QUESTION
 from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, MarkdownTable, table_of
 from mmod.io.yaml import merged, read_yaml
@@ -178,7 +179,7 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     result: StudyResult | None = None
     for run in compare(table, [runs], Measurer(_train, store), runner):
         # Other programs may do runs of the study too.
-        with locked(folder, wait=True):
+        with locked(folder / QUESTION, wait=True):
             question.keep(folder, table.runs, _REPORT)
             # By seed, so that there is a picture after the first.
             if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):

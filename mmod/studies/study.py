@@ -16,6 +16,7 @@ from mmod.analysis.table import DENSE, Table, compare
 from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Runner
 from mmod.io.progress import Bar, Stages
+from mmod.io.records import QUESTION
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
 from mmod.names import plural
@@ -115,7 +116,7 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     # Each run comes back once its rows are in the table.
     for run in compare(table, [runs], measurer, runner):
         # Other programs may do runs of the study too.
-        with locked(comparison.folder, wait=True):
+        with locked(comparison.folder / QUESTION, wait=True):
             question.keep(comparison.folder, table.runs)
             if run.seed == 0 and run.name in names:
                 done[run.name] = measurer.ready(run)
@@ -132,7 +133,7 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     sizes = list(study.config.size_suffixes)
     rounds = study.config.latency_rounds
     # Timed alone, and once.
-    with locked(comparison.folder, wait=True), Stages(runner.title, runner.progress) as stages:
+    with locked(comparison.folder / QUESTION, wait=True), Stages(runner.title, runner.progress) as stages:
         stages.begin("timing", work=1.0, rounds=rounds)
         readings = study.kind.readings
         table.times, table.waiting = times_of(done, measurer, readings, sizes, rounds, stages.update)
