@@ -43,7 +43,7 @@ class Question:
     def begin(self, folder: Path, report: str = REPORT) -> None:
         """Check a folder, and record what its first result will answer: a stopped start may leave one and no table."""
         # Several programs may begin at once.
-        with locked(folder, wait=True):
+        with locked(folder / QUESTION, wait=True):
             self.check(folder, report)
             answered = answered_by(folder)
             # What others have recorded of their models stays.
@@ -59,8 +59,9 @@ class Question:
             report: The file that says that there is a table.
         """
         answered = answered_by(folder)
-        # A start that was stopped before its first result leaves the question alone.
-        if answered is not None and [path.name for path in folder.iterdir()] != [QUESTION]:
+        # A start that was stopped before its first result leaves the question and its lock alone.
+        results = [path for path in folder.glob("[!.]*") if path.name != QUESTION]
+        if answered is not None and results:
             self._check_data(folder, answered)
         table = folder / report
         if not table.exists():

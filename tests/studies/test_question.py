@@ -12,6 +12,7 @@ import pytest
 import timm
 from safetensors.torch import save_file
 
+from mmod.io.files import lock_of
 from mmod.io.records import QUESTION, FolderTakenError
 from mmod.io.store import STORE
 from mmod.io.yaml import merged
@@ -233,7 +234,8 @@ def test_programs_that_begin_a_study_at_once_write_in_turns(tmp_path: Path) -> N
         for folder in folders:
             folder.mkdir()
             list(programs.map(asked.begin, [folder] * 8))
-    assert all([path.name for path in folder.iterdir()] == [QUESTION] for folder in folders)
+    for folder in folders:
+        assert {path.name for path in folder.iterdir()} == {QUESTION, lock_of(folder / QUESTION).name}
 
 
 @pytest.mark.parametrize(
