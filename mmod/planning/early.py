@@ -78,6 +78,7 @@ def near_front(
 def for_speed(
     table: Table,
     series: Sequence[Sequence[str]],
+    own: Sequence[str],
     first: int,
     times: Callable[[Sequence[str], int], tuple[Times[str], float]],
     rounds: int,
@@ -93,13 +94,14 @@ def for_speed(
     Args:
         table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
         series: Names of candidates by series, the largest first.
+        own: The user's models, of a series or controls, which are timed in all rounds and evaluated on few samples.
         first: Number of samples of the first look.
         times: Returns the times of candidates in a number of rounds, and `Table.waiting`.
         rounds: Number of rounds.
         speed: The speed-up that is wanted.
         order: From an evaluated candidate to what is least for the answer, see `AdviceRow.order`.
     """
-    names = list(chain.from_iterable(series))
+    names = list(dict.fromkeys(chain(*series, own)))
     table.times, table.waiting = times(names, 1)
     if not names:
         return
@@ -107,17 +109,17 @@ def for_speed(
     exact = names if rounds == 1 else []
     chosen = _needed(table, series, speed, exact)
     # More rounds may show that others are needed, of which one round alone says too little.
-    while not set(chosen) <= set(exact):
-        exact = [*exact, *(name for name in chosen if name not in exact)]
+    while not {*chosen, *own} <= {*exact}:
+        exact = list(dict.fromkeys([*exact, *chosen, *own]))
         further, table.waiting = times(exact, rounds - 1)
         table.times = {}
         for of, by_name in rough.items():
             table.times[of] = {name: ms + further[of].get(name, []) for name, ms in by_name.items()}
         chosen = _needed(table, series, speed, exact)
-    yield look_at(chosen, 0, first)
+    yield look_at(dict.fromkeys([*chosen, *own]), 0, first)
     samples = evaluated(table, DENSE)
     # More samples may show that another one is the answer, which then has to be that on as many.
-    while evaluated(table, answer := min(chosen, key=order)) < samples:
+    while chosen and evaluated(table, answer := min(chosen, key=order)) < samples:
         yield look_at([answer], evaluated(table, answer), samples)
 
 
@@ -136,7 +138,7 @@ def _needed(table: Table, series: Sequence[Sequence[str]], speed: float, exact: 
                 needed.append(name)
             if reaches(speedups[name] / rough, speed):
                 break
-    return needed or [max(chain.from_iterable(series), key=speedups.__getitem__)]
+    return needed or sorted(chain(*series), key=speedups.__getitem__)[-1:]
 
 
 def _speedups(table: Table) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -240,7 +240,7 @@ def advise(
         entrants |= _ready_models(models, samples, entrants)
         figure = CORRECT if samples.has_labels else AGREEMENT
         decimals = SHARES if samples.measure == AGREEMENT else COSINES
-        table = _compared(entrants, figure, results, decimals, faster, stages)
+        table = _compared(entrants, figure, results, decimals, faster, stages, list(models))
         stages.begin("report", _REPORT)
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         costs = {}
@@ -305,6 +305,7 @@ def _compared(
     decimals: int,
     faster: float | None,
     stages: Stages,
+    own: Sequence[str],
 ) -> Table:
     """Return the rows and times of the models; those that may be advised are evaluated on all samples."""
     _, dense, samples, _ = entrants[DENSE]
@@ -320,16 +321,17 @@ def _compared(
     else:
         series: dict[str, list[str]] = {}
         for name in changed:
-            series.setdefault(entrants[name].candidate.series or name, []).append(name)
-
-        def order(name: str) -> tuple[Any, ...]:
             candidate = entrants[name].candidate
             # What chooses at random is never advised.
-            return (candidate.at_random, *_row(table, figure, candidate).order)
+            if not candidate.at_random:
+                series.setdefault(candidate.series or name, []).append(name)
+
+        def order(name: str) -> tuple[float, float]:
+            return _row(table, figure, entrants[name].candidate).order
 
         # The speed that is wanted is that of batches.
         times = partial(_times, results, entrants, stages, [BATCH])
-        rounds = for_speed(table, list(series.values()), samples.first, times, FEW_ROUNDS, faster, order)
+        rounds = for_speed(table, list(series.values()), own, samples.first, times, FEW_ROUNDS, faster, order)
         later = len(samples) - samples.first
     # On all samples, since every look is compared with it.
     stages.begin("answers of the dense model", len(samples))

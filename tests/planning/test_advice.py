@@ -1015,6 +1015,23 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     assert re.search(f"{faster:g} times (the speed|as fast)", advice.sentence)
 
 
+@pytest.mark.parametrize(("mine", "control"), [(1.5, 1.3), (1.3, 1.5)])
+def test_own_models_are_compared_whatever_speed_is_wanted(
+    mine: float, control: float, clock: Callable[[Mapping[str, float]], None]
+) -> None:
+    clock({"mine": 10 / mine, "random": 10 / control})
+    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    models = {}
+    for name, router in {"mine": "norm", "random": "random"}.items():
+        models[name] = mmod.route_(mmod.model.copy_of(model), mmod.RoutingConfig(router=router, blocks="late"))
+    advice = trials.advise(model, [pictures(64)], faster=1.5, models=models, progress=False)
+    rows = {row.name: row for row in advice.rows}
+    assert rows.keys() == {"mine", "random"}
+    assert rows["mine"].to_control is not None
+    assert advice.recommendations[0].named == rows["mine"]
+    assert ("The fastest is mine" in advice.sentence) == (mine < control)
+
+
 # Where time falls less than FLOPs do, the largest budget is close to the speed or clearly misses it.
 @pytest.mark.parametrize(("fixed", "batch_size", "most"), [(0.25, 8, 700), (0.2, 8, 720), (0.25, 32, 1200)])
 def test_a_wanted_speed_takes_few_passes_and_shows_life(

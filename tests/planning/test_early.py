@@ -96,13 +96,14 @@ def test_candidates_are_compared_on_the_same_samples() -> None:
 @pytest.mark.parametrize("speed", [1.2, 2.0, 9.0])
 @pytest.mark.parametrize("losses", [(1, 2, 3, 0), (3, 2, 1, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize("slow", [1.0, 1.5])
+@pytest.mark.parametrize("own", [[], ["slow", "control"]])
 def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
-    speed: float, losses: tuple[int, ...], slow: float
+    speed: float, losses: tuple[int, ...], slow: float, own: list[str]
 ) -> None:
     """Timing leaves one of each series, few samples leave one, and the answer is that on all samples."""
     series = [["a", "a smaller"], ["b"], ["slow"]]
-    ms = {DENSE: 12.0, "a": 8.0, "a smaller": 4.0, "b": 5.0, "slow": 13.0}
-    wrong = dict(zip(ms, (0, *losses, 0)))
+    ms = {DENSE: 12.0, "a": 8.0, "a smaller": 4.0, "b": 5.0, "slow": 13.0, "control": 1.0}
+    wrong = dict(zip(ms, (0, *losses, 0, 0)))
     outcomes = {name: np.r_[np.zeros(number), np.ones(SAMPLES - number)] for name, number in wrong.items()}
     timed: list[tuple[set[str], int]] = []
     table = Table()
@@ -123,23 +124,25 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
     def order(name: str) -> tuple[float, float]:
         return -float(table.runs[name][0].outcomes["right"].mean()), ms[name]
 
-    rounds = for_speed(table, series, FIRST, times, 3, speed, order)
+    rounds = for_speed(table, series, own, FIRST, times, 3, speed, order)
     looks = list(compare(table, rounds, evaluate, Runner(progress=False)))
     reaching = [next(filter(lambda name: ms[DENSE] / ms[name] >= speed, names), None) for names in series]
     expected = {name for name in reaching if name} or {"a smaller"}
-    assert {look.name for look in looks} == expected
-    assert [look.name for look in looks[: len(expected)]] == [name for name in chain(*series) if name in expected]
+    # A user's own are compared in any case, and never the answer as a control.
+    first = looks[: len(expected | set(own))]
+    assert {look.name for look in first} == expected | set(own)
+    assert {look.name for look in looks[len(first) :]} <= expected
     assert evaluated(table, min(expected, key=order)) == SAMPLES
     # All are timed once, and what may be needed in the other rounds too.
-    assert timed[0] == (set(ms) - {DENSE}, 1)
+    assert timed[0] == ({*chain(*series), *own}, 1)
     assert {rounds for _, rounds in timed[1:]} == {2}
     assert len(timed) == 2 or slow > 1
-    assert {len(table.times["batch"][name]) for name in expected} == {3}
+    assert {len(table.times["batch"][name]) for name in expected | set(own)} == {3}
     assert all(milliseconds(table, "batch")[name] == ms[name] for name in expected)
 
 
 def test_a_speed_without_candidates_times_the_dense_model_alone() -> None:
     table = Table()
-    rounds = for_speed(table, [], FIRST, lambda names, rounds: ({"batch": {DENSE: [1.0]}}, 1.0), 3, 2.0, len)
+    rounds = for_speed(table, [], [], FIRST, lambda names, rounds: ({"batch": {DENSE: [1.0]}}, 1.0), 3, 2.0, len)
     assert list(rounds) == []
     assert milliseconds(table, "batch") == {DENSE: 1.0}
