@@ -52,15 +52,18 @@ def progress_bar(items: Iterable[object] | None = None, *, shown: bool = True, *
 class Bar(tqdm):
     """A bar that `progress_bar` returns, which says no time left before it knows one.
 
-    In its format, `percent` is rounded down: 100 % is said of what is done.
+    In its format, `percent` is rounded down: 100 % is said of what is done. It never falls, also where work is found.
     """
+
+    _percent = 0
 
     @property
     def format_dict(self) -> dict[str, Any]:
         """The values of its format."""
         values = super().format_dict
-        values["percent"] = math.floor(100 * self.n / self.total) if self.total else 0
-        return values
+        if self.total:
+            self._percent = max(self._percent, math.floor(100 * self.n / self.total))
+        return values | {"percent": self._percent}
 
     def __str__(self) -> str:
         return super().__str__().replace(_UNKNOWN, "")

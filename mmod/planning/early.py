@@ -79,6 +79,7 @@ def for_speed(
     table: Table,
     series: Sequence[Sequence[str]],
     own: Sequence[str],
+    figure: str,
     first: int,
     times: Callable[[Sequence[str], int], tuple[Times[str], float]],
     rounds: int,
@@ -88,13 +89,14 @@ def for_speed(
     """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
 
     All are timed in one round, and in all rounds those that may be what their series needs: its first that reaches the
-    speed, as smaller ones lose more; if none does, the fastest. These are evaluated on few samples, and on all the one
+    speed, as smaller ones lose more; if none does, the fastest. These are evaluated on few samples, and on all those
     that may be the answer.
 
     Args:
         table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
         series: Names of candidates by series, the largest first.
         own: The user's models, of a series or controls, which are timed in all rounds and evaluated on few samples.
+        figure: The outcome that decides who is better.
         first: Number of samples of the first look.
         times: Returns the times of candidates in a number of rounds, and `Table.waiting`.
         rounds: Number of rounds.
@@ -118,9 +120,15 @@ def for_speed(
         chosen = _needed(table, series, speed, exact)
     yield look_at(dict.fromkeys([*chosen, *own]), 0, first)
     samples = evaluated(table, DENSE)
-    # More samples may show that another one is the answer, which then has to be that on as many.
-    while chosen and evaluated(table, answer := min(chosen, key=order)) < samples:
-        yield look_at([answer], evaluated(table, answer), samples)
+    while chosen:
+        answer = min(chosen, key=order)
+        few = [name for name in chosen if evaluated(table, name) < samples]
+        # Intervals over few samples are wide: what loses less on them, by its mean, may be the answer on all.
+        lead = _lead(table, figure, answer)
+        likely = [name for name in few if name == answer or _lead(table, figure, name) > lead]
+        if not likely:
+            return
+        yield look_at([min(likely, key=order)], first, samples)
 
 
 def _needed(table: Table, series: Sequence[Sequence[str]], speed: float, exact: Container[str]) -> list[str]:

@@ -331,7 +331,8 @@ def _compared(
 
         # The speed that is wanted is that of batches.
         times = partial(_times, results, entrants, stages, [BATCH])
-        rounds = for_speed(table, list(series.values()), own, samples.first, times, FEW_ROUNDS, faster, order)
+        budgets = list(series.values())
+        rounds = for_speed(table, budgets, own, figure, samples.first, times, FEW_ROUNDS, faster, order)
         later = len(samples) - samples.first
     # On all samples, since every look is compared with it.
     stages.begin("answers of the dense model", len(samples))
