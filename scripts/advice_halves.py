@@ -33,8 +33,9 @@ from mmod.planning.advice import Advice
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import NOISE
 from mmod.planning.early import BATCH, SHARES, look_at, near_front
+from mmod.planning.entrants import changed_models, evaluate_once, rows_of
 from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Costs, Images, look_order
-from mmod.planning.trials import ROUNDS, changed_models, evaluate_once, rows_of
+from mmod.planning.trials import ROUNDS
 from mmod.planning.untrained import image_candidates
 from scripts.doc_tables import markdown
 

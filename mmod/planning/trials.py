@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +22,9 @@ from mmod.analysis.table import (
     Table,
     evaluated,
     fill,
-    gap,
-    interval_of,
     mean_of,
-    rows_once,
 )
-from mmod.analysis.timing import Times, ratios, say_kept, times_once
+from mmod.analysis.timing import ratios, say_kept
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
 from mmod.io.progress import Stages
@@ -39,17 +35,16 @@ from mmod.methods.resolve import resolve_routing
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice
-from mmod.planning.candidate import CONTROL, TOLERANCE, Candidate, ImageSize, Measure
-from mmod.planning.choice import AdviceRow
+from mmod.planning.candidate import TOLERANCE, Candidate, ImageSize, Measure
 from mmod.planning.divergence import PromptBatch, check_batches
-from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, milliseconds, near_front
+from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, near_front
+from mmod.planning.entrants import Entrant, changed_models, evaluate_once, ready_models, row_of, rows_of, time_in_turns
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import (
     AGREEMENT,
     CORRECT,
     FIRST_LOOK,
     AtSize,
-    Costs,
     Images,
     Prompts,
     first_images,
@@ -237,7 +232,7 @@ def advise(
         if folder is not None:
             _check_question(Path(folder), question)
         entrants, refused = changed_models(model, samples, depth, chosen)
-        entrants |= _ready_models(models, samples, entrants)
+        entrants |= ready_models(models, samples, entrants)
         figure = CORRECT if samples.has_labels else AGREEMENT
         decimals = SHARES if samples.measure == AGREEMENT else COSINES
         table = _compared(entrants, figure, results, decimals, faster, stages, list(models))
@@ -314,7 +309,7 @@ def _compared(
     rounds: Iterable[list[Look]]
     if faster is None:
         passes = samples.readings(dense)
-        times = partial(_times, results, entrants, stages, passes, changed, ROUNDS)
+        times = partial(time_in_turns, results, entrants, stages, passes, changed, ROUNDS)
         rounds = near_front(table, changed, figure, samples.first, times, decimals)
         timed = ROUNDS * sum(reading.samples for reading in passes.values())
         later = len(changed) * (timed + len(samples) - samples.first)
@@ -327,10 +322,10 @@ def _compared(
                 series.setdefault(candidate.series or name, []).append(name)
 
         def order(name: str) -> tuple[float, float]:
-            return _row(table, figure, entrants[name].candidate).order
+            return row_of(table, figure, entrants[name].candidate).order
 
         # The speed that is wanted is that of batches.
-        times = partial(_times, results, entrants, stages, [BATCH])
+        times = partial(time_in_turns, results, entrants, stages, [BATCH])
         budgets = list(series.values())
         rounds = for_speed(table, budgets, own, figure, samples.first, times, FEW_ROUNDS, faster, order)
         later = len(samples) - samples.first
@@ -506,166 +501,5 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
     return part, stack, len(stacks) == 1 and part == "image"
 
 
-class Entrant(NamedTuple):
-    """A candidate, the model that it changed, and the samples as that model reads them.
-
-    Attributes:
-        attends_twice: Most blocks of the model compute their attention twice, see `Candidate.apply_`.
-    """
-
-    candidate: Candidate
-    model: nn.Module
-    samples: Images | Prompts
-    attends_twice: bool = False
-
-
-def changed_models(
-    model: nn.Module,
-    samples: Images | Prompts,
-    depth: int,
-    candidates: Sequence[Candidate],
-) -> tuple[dict[str, Entrant], dict[str, str]]:
-    """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused."""
-    entrants = {DENSE: Entrant(Candidate(DENSE), model, samples)}
-    refused: dict[str, str] = {}
-    for candidate in candidates:
-        # Weights are shared: dozens of candidates are held at once.
-        changed = copy_of(model)
-        try:
-            attends_twice = candidate.apply_(changed, samples.part, depth)
-            as_read = samples.read_by(changed, candidate.image_size)
-        except ValueError as refusal:
-            refused[candidate.name] = str(refusal)
-            continue
-        entrants[candidate.name] = Entrant(candidate, changed.eval(), as_read, attends_twice)
-    return entrants, refused
-
-
-def _ready_models(
-    models: Mapping[str, nn.Module], samples: Images | Prompts, taken: Collection[str]
-) -> dict[str, Entrant]:
-    """Return models of the user as they are, in evaluation mode; they themselves stay unchanged."""
-    entrants = {}
-    for name, model in models.items():
-        if name in taken:
-            raise ValueError(f"models has the name {name!r} of another model: {', '.join(taken)}; choose another")
-        ready = copy_of(model).eval()
-        try:
-            as_read = samples.read_by(ready, None)
-        # As hosts refuse images, and devices differ.
-        except (RuntimeError, ValueError, AssertionError) as error:
-            raise ValueError(f"the model {name!r} does not run as the dense one does: {error}") from error
-        # A model without a router chooses no tokens that random ones could stand for.
-        is_controlled = CONTROL in models and name != CONTROL and is_routed(ready)
-        control = CONTROL if is_controlled else None
-        entrants[name] = Entrant(Candidate(name, control=control), ready, as_read)
-    return entrants
-
-
 def _batches_at(at_size: AtSize, count: int, model: nn.Module, size: ImageSize) -> list[PromptBatch]:
     return first_prompts(at_size(model, size), count, next(model.parameters()).device)
-
-
-def evaluate_once(
-    store: Store, entrants: Mapping[str, Entrant], look: Look, callback: Callback = lambda share: None
-) -> Measured:
-    """Evaluate a candidate on some of the samples, once."""
-    candidate, model, samples, _ = entrants[look.name]
-    start, stop = look.part.start, look.part.stop
-    named = {"candidate": look.name, "code": candidate.code(samples.part, False), "image_size": candidate.image_size}
-    identity = {**samples.identity, **named, "start": start, "stop": stop}
-    return rows_once(store, identity, lambda: samples.evaluate(model, start, stop, callback))
-
-
-def _times(
-    store: Store,
-    entrants: Mapping[str, Entrant],
-    stages: Stages,
-    passes: Collection[str],
-    names: Sequence[str],
-    rounds: int,
-) -> tuple[Times[str], float]:
-    _, model, samples, _ = entrants[DENSE]
-    timed = {name: entrants[name] for name in (DENSE, *names)}
-    # Whatever shares a round is part of it: other neighbours slow a pass down differently.
-    codes = {}
-    readings = {}
-    work = 0
-    for name, one in timed.items():
-        of_model = one.samples.readings(one.model)
-        readings[name] = {of: of_model[of] for of in passes}
-        work += rounds * sum(reading.samples for reading in readings[name].values())
-        if name != DENSE:
-            codes[name] = [one.candidate.code(samples.part, False), one.candidate.image_size]
-    identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size, "rounds": rounds}
-    device = next(model.parameters()).device
-    stages.begin("timing", work, rounds)
-    return times_once(store, identity, lambda: readings, device, rounds=rounds, callback=stages.update)
-
-
-def _row(table: Table, figure: str, candidate: Candidate) -> AdviceRow:
-    """Return what is measured of a candidate."""
-    times = table.times[BATCH]
-    accuracy = None
-    # Without answers, the figure is the agreement itself.
-    if figure == CORRECT:
-        accuracy = gap(table, figure, candidate.name, DENSE)
-    return AdviceRow(
-        name=candidate.name,
-        label=candidate.label,
-        speedup=ratios(times[DENSE], times[candidate.name]),
-        score=interval_of(table, AGREEMENT, candidate.name),
-        accuracy=accuracy,
-        images=evaluated(table, candidate.name),
-    )
-
-
-def rows_of(
-    table: Table,
-    figure: str,
-    candidates: Mapping[str, Candidate],
-    choosing: Collection[str],
-    costs: Mapping[str, Costs],
-    part: str,
-    is_only: bool,
-    decimals: int,
-) -> Iterator[AdviceRow]:
-    """Yield the rows of the report, the fastest first.
-
-    Args:
-        choosing: Names of those that choose their tokens, also of a user's own that have routers.
-        is_only: That of `Candidate.config`.
-        decimals: Those of the figure, as the report shows it.
-    """
-    ms = milliseconds(table, BATCH)
-    at_random = [name for name, candidate in candidates.items() if candidate.at_random]
-    # Those that are too slow are not on it by the first samples alone.
-    few = [name for name in ms if evaluated(table, name) < evaluated(table, DENSE)]
-    front = front_in(table, figure, {*at_random, *few}, decimals)
-    dense = costs[DENSE].flops
-    for name in sorted(table.runs, key=ms.__getitem__):
-        if name == DENSE:
-            continue
-        candidate = candidates[name]
-        flops = costs[name].flops
-        share = None
-        if flops is not None and dense is not None:
-            share = flops / dense
-        agreement_to_control = None
-        if figure == CORRECT:
-            agreement_to_control = gap(table, AGREEMENT, name, candidate.control)
-        yield dataclasses.replace(
-            _row(table, figure, candidate),
-            code=candidate.code(part, is_only),
-            config=candidate.config(part, is_only),
-            on_front=name in front,
-            cache=costs[name].cache,
-            series=candidate.series,
-            speedups={of: ratios(ms[DENSE], ms[name]) for of, ms in table.times.items() if of != BATCH},
-            control=candidate.control,
-            to_control=gap(table, figure, name, candidate.control),
-            agreement_to_control=agreement_to_control,
-            at_random=candidate.at_random,
-            chooses=name in choosing,
-            flops=share,
-        )
