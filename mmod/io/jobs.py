@@ -127,8 +127,7 @@ class Runner:
                     done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
                     self._read_reports(reports, bar)
                     if stop.number:
-                        workers = set(multiprocessing.active_children()) - before
-                        self._pass_on(stop.number, pool, workers)
+                        self._pass_on(stop.number, pool, before)
                     for future in done:
                         index = running.pop(future)
                         try:
@@ -139,6 +138,9 @@ class Runner:
                             continue
                         bar.update(index, 1.0)
                         yield jobs[index], result
+                # As the last result was taken, which may wait for another program.
+                if stop.number:
+                    self._pass_on(stop.number, pool, before)
         except BaseException:
             # Jobs can be resumed, so the others are not waited for.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -154,9 +156,12 @@ class Runner:
             self.put_off.append(job)
         time.sleep(_PAUSE)
 
-    def _pass_on(self, number: int, pool: ProcessPoolExecutor, workers: Iterable[BaseProcess]) -> NoReturn:
-        """Pass a stop signal on to the workers, whose runs save, and exit after them."""
-        for worker in workers:
+    def _pass_on(self, number: int, pool: ProcessPoolExecutor, before: set[BaseProcess]) -> NoReturn:
+        """Pass a stop signal on to the workers, the processes that were not there before, and exit after them.
+
+        Their runs save.
+        """
+        for worker in set(multiprocessing.active_children()) - before:
             if worker.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(worker.pid, number)

@@ -153,6 +153,18 @@ def test_a_study_ends_after_its_runs_have_saved(tmp_path: Path) -> None:
         assert said.count(": saved") == 2
 
 
+def test_a_signal_that_comes_as_the_last_result_is_taken_ends_the_study(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(jobs, "multiprocessing", FORKING)
+    results = Runner(processes=2, progress=False).run([Given(name="last", seed=0, value=tmp_path)], meet_another)
+    next(results)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        next(results)
+    assert stopped.value.code == 128 + signal.SIGTERM
+
+
 def stopped_study(folder: Path) -> None:
     jobs.multiprocessing = FORKING  # type: ignore[assignment]
     number, everywhere = STOPPED[int(os.environ["RANK"])]
