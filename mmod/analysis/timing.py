@@ -10,7 +10,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,14 +44,15 @@ class Reading(NamedTuple):
     samples: int
 
 
-def image_reading(model: nn.Module, images: Tensor, size: int) -> Reading:
-    """Return the forward passes over images (N, C, H, W) in batches of a size."""
+def image_reading(model: nn.Module, draws: Sequence[Tensor], size: int) -> Reading:
+    """Return the forward passes over images (N, C, H, W) in batches of a size; each call reads the next draw."""
+    turns = itertools.cycle(draws)
 
     def read() -> None:
-        for batch in images.split(size):
+        for batch in next(turns).split(size):
             image_output(model, batch)
 
-    return Reading(read, len(images))
+    return Reading(read, len(draws[0]))
 
 
 PASSES = 8

@@ -79,6 +79,7 @@ def for_speed(
     table: Table,
     series: Sequence[Sequence[str]],
     own: Sequence[str],
+    varying: Sequence[str],
     figure: str,
     first: int,
     times: Callable[[Sequence[str], int], tuple[Times[str], float]],
@@ -96,6 +97,7 @@ def for_speed(
         table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
         series: Names of candidates by series, the largest first.
         own: The user's models, of a series or controls, which are timed in all rounds and evaluated on few samples.
+        varying: Candidates whose cost depends on the samples, which are timed in all rounds, as each reads others.
         figure: The outcome that decides who is better.
         first: Number of samples of the first look.
         times: Returns the times of candidates in a number of rounds, and `Table.waiting`.
@@ -111,8 +113,8 @@ def for_speed(
     exact = names if rounds == 1 else []
     chosen = _needed(table, series, speed, exact)
     # More rounds may show that others are needed, of which one round alone says too little.
-    while not {*chosen, *own} <= {*exact}:
-        exact = list(dict.fromkeys([*exact, *chosen, *own]))
+    while not {*chosen, *own, *varying} <= {*exact}:
+        exact = list(dict.fromkeys([*exact, *chosen, *own, *varying]))
         further, table.waiting = times(exact, rounds - 1)
         table.times = {}
         for of, by_name in rough.items():

@@ -119,7 +119,8 @@ def time_in_turns(
     readings = {}
     work = 0
     for name, one in timed.items():
-        of_model = one.samples.readings(one.model)
+        # Other numbers of rounds are of other batches.
+        of_model = one.samples.readings(one.model, first=rounds)
         readings[name] = {of: of_model[of] for of in passes}
         work += rounds * sum(reading.samples for reading in readings[name].values())
         if name != DENSE:

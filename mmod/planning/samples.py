@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,8 @@ from mmod.values import one_of
 FIRST_LOOK = 64
 _AT_ONCE = 32
 _ROW = "one row of numbers for an image, (B, F)"
+# Different batches that are timed, one a round.
+_DRAWS = 5
 # What a measure compares, of each image.
 _RETURNED: dict[Measure, str] = {"top1": _ROW, "features": _ROW, "patches": "a row for each patch, (B, N, F)"}
 
@@ -194,16 +197,26 @@ class Images:
         self.check(model)
         return self
 
-    def readings(self, model: nn.Module) -> dict[str, Reading]:
-        """Return the passes over a batch and over single images, spread over the classes as those of a study are."""
+    @functools.cached_property
+    def timed(self) -> list[Tensor]:
+        """Batches that timed rounds read in turn: how many tokens a model keeps may depend on the images."""
         labels = [0] * len(self) if self.labels is None else self.labels.tolist()
-        index = spread(labels, self.batch_size)
-        # Few images are repeated: a batch has its size.
-        repeated = index[np.arange(self.batch_size) % len(index)]
-        images = self.pixels[repeated].to(self.device)
-        passes = {BATCH: image_reading(model, images, self.batch_size)}
+        draws = []
+        for seed in range(_DRAWS):
+            # Spread over the classes, as those of a study are.
+            index = spread(labels, self.batch_size, seed)
+            # Few images are repeated: a batch has its size.
+            repeated = index[np.arange(self.batch_size) % len(index)]
+            draws.append(self.pixels[repeated].to(self.device))
+        return draws
+
+    def readings(self, model: nn.Module, first: int = 0) -> dict[str, Reading]:
+        """Return the passes over a batch and over single images, of the draws from `first` on."""
+        turn = first % _DRAWS
+        draws = [*self.timed[turn:], *self.timed[:turn]]
+        passes = {BATCH: image_reading(model, draws, self.batch_size)}
         if self.batch_size > 1:
-            passes[ALONE] = image_reading(model, images[:PASSES], 1)
+            passes[ALONE] = image_reading(model, [images[:PASSES] for images in draws], 1)
         return passes
 
     def evaluate(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Measured:
@@ -429,8 +442,8 @@ class Prompts:
         """Run a model on the first batch."""
         self._top(model, self.batches[0])
 
-    def readings(self, model: nn.Module) -> dict[str, Reading]:
-        """Return the prefill of prompts of equal length and of the first batch, vision tower included."""
+    def readings(self, model: nn.Module, first: int = 0) -> dict[str, Reading]:
+        """Return the prefill of prompts of equal length and of the first batch alone, vision tower included."""
         return {name: Reading(partial(run_batch, model, batch), self.batch_size) for name, batch in self.timed.items()}
 
     def costs(self, model: nn.Module, count: int | None = None) -> Costs:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mmod.adapters import BlockStack, by_first_batch, find_library, find_part, find_stacks
+from mmod.analysis.counting import by_data
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import (
     DENSE,
@@ -324,10 +325,11 @@ def _compared(
         def order(name: str) -> tuple[float, float]:
             return row_of(table, figure, entrants[name].candidate).order
 
+        varying = [name for name in changed if by_data(entrants[name].model)]
         # The speed that is wanted is that of batches.
         times = partial(time_in_turns, results, entrants, stages, [BATCH])
         budgets = list(series.values())
-        rounds = for_speed(table, budgets, own, figure, samples.first, times, FEW_ROUNDS, faster, order)
+        rounds = for_speed(table, budgets, own, varying, figure, samples.first, times, FEW_ROUNDS, faster, order)
         later = len(samples) - samples.first
     # On all samples, since every look is compared with it.
     stages.begin("answers of the dense model", len(samples))

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from mmod.io.progress import Stages
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
-from mmod.planning import samples, trials, untrained
+from mmod.planning import entrants, samples, trials, untrained
 from mmod.planning.advice import WRITTEN, Advice
 from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.planning.choice import AdviceRow
@@ -662,7 +662,7 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
 
         return rows_once(store, identity, compute)
 
-    monkeypatch.setattr(trials, "rows_once", counted)
+    monkeypatch.setattr(entrants, "rows_once", counted)
     with pytest.raises(KeyboardInterrupt):
         mmod.advise(make(), [pictures(4)], **options)
     advice = mmod.advise(make(), [pictures(4)], **options)
@@ -677,7 +677,7 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
     turned.head.weight.data = turned.head.weight.data.flip(0)
     for model, batches in ((make(), [(pictures(3), labels[:3])]), (turned, [pictures(4)])):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trials, "rows_once", rows_once)
+            patch.setattr(entrants, "rows_once", rows_once)
             expected = mmod.advise(model, batches, **{**options, "folder": None})
         ran[:] = [""] * 2
         # The store may be shared; a page is not replaced.
@@ -1032,8 +1032,27 @@ def test_own_models_are_compared_whatever_speed_is_wanted(
     assert ("The fastest is mine" in advice.sentence) == (mine < control)
 
 
+@pytest.mark.parametrize(("faster", "rounds"), [(None, 5), (1.2, 3)])
+def test_each_timed_round_reads_other_images_and_all_models_the_same(
+    faster: float | None, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many tokens a model keeps may depend on the images, as equal patches do."""
+    read: list[float] = []
+
+    def output(model: nn.Module, images: Tensor) -> None:
+        if len(images) > 1:
+            read.append(float(images.double().sum()))
+
+    monkeypatch.setattr(timing, "image_output", output)
+    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    advice = trials.advise(model, [pictures(64)], batch_size=4, faster=faster, progress=False)
+    assert len(set(read)) == rounds
+    if faster is None:
+        assert [len(list(same)) for _, same in groupby(read)] == rounds * [1 + len(advice.rows)]
+
+
 # Where time falls less than FLOPs do, the largest budget is close to the speed or clearly misses it.
-@pytest.mark.parametrize(("fixed", "batch_size", "most"), [(0.25, 8, 820), (0.2, 8, 840), (0.25, 32, 1320)])
+@pytest.mark.parametrize(("fixed", "batch_size", "most"), [(0.25, 8, 840), (0.2, 8, 860), (0.25, 32, 1390)])
 def test_a_wanted_speed_takes_few_passes_and_shows_life(
     fixed: float, batch_size: int, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

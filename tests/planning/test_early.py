@@ -124,7 +124,7 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
     def order(name: str) -> tuple[float, float]:
         return -float(table.runs[name][0].outcomes["right"].mean()), ms[name]
 
-    rounds = for_speed(table, series, own, "right", FIRST, times, 3, speed, order)
+    rounds = for_speed(table, series, own, ["slow"], "right", FIRST, times, 3, speed, order)
     looks = list(compare(table, rounds, evaluate, Runner(progress=False)))
     reaching = [next(filter(lambda name: ms[DENSE] / ms[name] >= speed, names), None) for names in series]
     expected = {name for name in reaching if name} or {"a smaller"}
@@ -142,14 +142,14 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
     assert timed[0] == ({*chain(*series), *own}, 1)
     assert {rounds for _, rounds in timed[1:]} == {2}
     assert len(timed) == 2 or slow > 1
-    assert {len(table.times["batch"][name]) for name in expected | set(own)} == {3}
+    assert {len(table.times["batch"][name]) for name in {*expected, *own, "slow"}} == {3}
     assert all(milliseconds(table, "batch")[name] == ms[name] for name in expected)
 
 
 def test_a_speed_without_candidates_times_the_dense_model_alone() -> None:
     table = Table()
     rounds = for_speed(
-        table, [], [], "right", FIRST, lambda names, rounds: ({"batch": {DENSE: [1.0]}}, 1.0), 3, 2.0, len
+        table, [], [], [], "right", FIRST, lambda names, rounds: ({"batch": {DENSE: [1.0]}}, 1.0), 3, 2.0, len
     )
     assert list(rounds) == []
     assert milliseconds(table, "batch") == {DENSE: 1.0}
