@@ -135,11 +135,11 @@ def check_fits(
         shape = expected[name].shape
         if value.shape != shape:
             # Another number of classes is the usual mistake, and gets words of its own.
-            head = value.shape[:1] != shape[:1] and shape[:1] == (classes,)
-            what = ""
-            if head:
-                what = f"it has {value.shape[0]} classes, the model {classes}: "
-            raise ValueError(f"{refusal}: {what}{name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
+            told = f"{name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}"
+            if shape[:1] == (classes,) and value.shape[:1] != shape[:1]:
+                has = value.shape[0]
+                told = f"it has {has} classes, the model {classes}: {told}; set model.args.num_classes to {has}"
+            raise ValueError(f"{refusal}: {told}")
 
 
 def told_keys(missing: Iterable[str], unknown: Iterable[str]) -> str:

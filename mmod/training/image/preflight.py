@@ -35,8 +35,8 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
         )
     if facts.size is not None and facts.size != (side, side):
         raise ValueError(
-            f"data.image_size is {side} and the model takes {facts.size[0]}x{facts.size[1]}; "
-            f"set model.args.img_size to {side}"
+            f"data.image_size is {side} and the model takes {facts.size[0]}x{facts.size[1]}; set model.args.img_size "
+            f"to {side}, data.image_size to the model's, or both to the size that the weights were trained at"
         )
     pool = getattr(model, "global_pool", None)
     if (data.label_patch is not None) != (pool == ""):

@@ -248,7 +248,8 @@ def test_images_must_be_as_the_processor_says(images: Path) -> None:
     with pytest.raises(ValueError, match=r"normalised with mean \[0\.5, 0\.5, 0\.5\].*set data\.mean to"):
         load(ImageKind(config(images, data=data)))
     data = {**started.to_dict()["data"], "image_size": 64}
-    with pytest.raises(ValueError, match=r"data\.image_size is 64 and the model takes 32x32"):
+    told = r"data\.image_size is 64 and the model takes 32x32; .*img_size to 64, data\.image_size to the .*, or both"
+    with pytest.raises(ValueError, match=told):
         load(ImageKind(config(images, data=data)))
 
 

@@ -121,7 +121,7 @@ class TestStartingWeights:
         ("write", "changes", "message"),
         [
             (None, {"name": "deit_smal_patch16_224"}, "knows no model 'deit_smal_patch16_224'.*deit_small_patch16_224"),
-            (seven_classes, {}, r"has 7 classes, the model 4: head\."),
+            (seven_classes, {}, r"has 7 classes, the model 4: head\..*; set model\.args\.num_classes to 7$"),
             (
                 lambda: {"model": {"conv.weight": torch.zeros(1)}},
                 {},
