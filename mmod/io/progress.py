@@ -130,6 +130,11 @@ class Stages:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if not self._bar.disable:
+            say(line, file=self._bar.fp)
+
     def expect(self, work: float) -> None:
         """Set how much work is left, at most."""
         self._bar.total = self._bar.n + work

@@ -16,15 +16,7 @@ from torch import nn
 from mmod.adapters import BlockStack, by_first_batch, find_library, find_part, find_stacks
 from mmod.analysis.counting import by_data
 from mmod.analysis.modes import in_mode
-from mmod.analysis.table import (
-    DENSE,
-    Look,
-    Measured,
-    Table,
-    evaluated,
-    fill,
-    mean_of,
-)
+from mmod.analysis.table import DENSE, Look, Measured, Table, evaluated, fill, mean_of
 from mmod.analysis.timing import ratios, say_kept
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
@@ -53,6 +45,7 @@ from mmod.planning.samples import (
     take_off_head_,
 )
 from mmod.planning.untrained import BEFORE_BLOCK, image_candidates, language_candidates, smaller_images
+from mmod.planning.verdict import say_guessing
 from mmod.values import check_value
 
 ROUNDS = 5
@@ -334,6 +327,11 @@ def _compared(
     # On all samples, since every look is compared with it.
     stages.begin("answers of the dense model", len(samples))
     table.add(DENSE, 0, samples.evaluate_dense(dense, stages.update))
+    if samples.has_labels:
+        guessing = say_guessing(mean_of(table, CORRECT, DENSE), samples.classes, len(samples))
+        if guessing:
+            # Said now, since what is measured from here on cannot help.
+            stages.say(f"Nothing will be advised: {guessing}")
 
     def expected(later: float) -> Iterator[list[Look]]:
         for looks in rounds:

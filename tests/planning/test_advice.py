@@ -233,6 +233,31 @@ def test_nothing_is_advised_where_the_dense_model_guesses() -> None:
     assert "Nothing is advised: the dense model has no answer right, so that differences to it say" in str(silent)
 
 
+def test_a_dense_model_that_guesses_is_said_to_before_anything_else_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def evaluate_once(*given: Any) -> Measured:
+        told.append(capsys.readouterr().err)
+        return measure(*given)
+
+    measure = trials.evaluate_once
+    monkeypatch.setattr(trials, "evaluate_once", evaluate_once)
+    model, images = make(), pictures(12)
+    with torch.no_grad():
+        right = model(images).argmax(-1)
+    wrong = (right + 1) % 7
+    stride = [Candidate("stride", routing={"router": "stride"})]
+    for labels, shown in ((wrong, True), (right, True), (wrong, False)):
+        told.clear()
+        advice = mmod.advise(model, [(images, labels)], candidates=stride, progress=shown)
+        guessing = advice.recommendations[0].invalid
+        assert bool(guessing) == (labels is wrong)
+        assert told[0] == (f"Nothing will be advised: {guessing}\n" if guessing and shown else "")
+        assert not any(told[1:])
+
+
 def test_the_recipe_that_a_wanted_speed_names_is_marked() -> None:
     lossy = ("lossy", 1.37, Estimate(0.97, 0.95, 0.99), None)
     slow = ("slow", 1.2, Estimate(1.0, 0.99, 1.0), None)
