@@ -17,21 +17,13 @@ from mmod.adapters import image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.repeats import redundancy, whole_patches
 from mmod.analysis.statistics import Estimate, as_cheap, exceeds
-from mmod.analysis.table import (
-    DENSE,
-    Measured,
-    Table,
-    evaluated,
-    gain,
-    gaps,
-    mean_of,
-    paired_by_sample,
-)
+from mmod.analysis.table import DENSE, Measured, Table, evaluated, gain, gaps, mean_of, paired_by_sample
 from mmod.analysis.timing import ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
-from mmod.data.config import DataConfig
+from mmod.data.loader import evaluation_fields
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
+from mmod.opening.opened import Preprocessing
 from mmod.opening.runs import find_run, is_described
 from mmod.planning.candidate import TOLERANCE, Candidate, opening_line, shown_code
 from mmod.planning.choice import (
@@ -134,8 +126,20 @@ def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -
 
 
 def _describe(study: Study) -> Facts:
-    """Return a sentence on the images."""
-    return {"images": [_caption(study.dense.data, sketch(kind_of(study.dense)))]}
+    """Return the source, redundancy and preprocessing of the images."""
+    data = study.dense.data
+    images = f"Images: {data.source}, split {data.val_split!r}, {data.image_size} px"
+    patch = image_facts(sketch(kind_of(study.dense))).patch
+    if patch is not None:
+        # Of those that are evaluated.
+        sample = sample_images(data, min(_MEASURED, data.val_limit or _MEASURED))
+        images += f"; {redundancy(whole_patches(sample, patch[0]), patch[0])}"
+        if len(sample) == _MEASURED:
+            # Advice takes images at equal distances.
+            images += "; another sample, such as that of advice, differs by a few %"
+    # Advice on a model by its name prepares images as the library does.
+    preprocessing = Preprocessing(evaluation_fields(data), "of this study")
+    return {"images": [f"{images}.", str(preprocessing)]}
 
 
 def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
@@ -432,22 +436,6 @@ def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, di
             times = relative_times(ms, DENSE)
             known[size] = {name: times[name][0] for name in names}
     return known
-
-
-def _caption(data: DataConfig, model: nn.Module) -> str:
-    """Return the source, size and redundancy of the images."""
-    images = f"Images: {data.source}, split {data.val_split!r}, {data.image_size} px"
-    patch = image_facts(model).patch
-    if patch is None:
-        return images
-    # Of those that are evaluated.
-    sample = sample_images(data, min(_MEASURED, data.val_limit or _MEASURED))
-    report = redundancy(whole_patches(sample, patch[0]), patch[0])
-    drawn = ""
-    if len(sample) == _MEASURED:
-        # Advice takes images at equal distances.
-        drawn = "; another sample, such as that of advice, differs by a few %"
-    return f"{images}; {report}{drawn}."
 
 
 def _starred(rows: Lines, score: str, advised: Container[str], used: str | None) -> Lines:

@@ -1038,6 +1038,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     result = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
     assert {point.series for point in result.points} == {"dense", "pixelprune", *FITTED}
     assert "12 test images: the widest interval is" in result.table
+    assert "\n\nPreprocessing of this study: 32 x 32 px, bicubic, crop_pct 0.875, mean (0.5), " in result.summary
     # Each of the 9 models that the config names is compared, or said to be left out.
     assert len(result.points) + result.summary.count("Left out: smaller-image-") == 9
     # The lines of Python of what the sentences name are printed last, and the page has those of all that is named.
