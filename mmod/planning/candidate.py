@@ -82,6 +82,9 @@ class Candidate:
         budget: The capacity or share of the dense cost that it is made for.
         control: Name of the candidate that it is compared with besides the dense one.
 
+    Raises:
+        TypeError: The routing is a name.
+
     Example:
         >>> candidate = Candidate("ToMe r=8", methods=({"kind": "merge", "r": 8},))
         >>> print(candidate.code("image", is_only=True))
@@ -100,6 +103,11 @@ class Candidate:
     series: str = ""
     budget: float | None = None
     control: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.routing, str):
+            preset = json.dumps({"preset": self.routing})
+            raise TypeError(f"routing is a mapping as in a training config, such as {preset}, got {self.routing!r}")
 
     @property
     def is_baseline(self) -> bool:

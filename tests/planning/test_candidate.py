@@ -77,3 +77,9 @@ def test_each_kind_of_study_has_a_config() -> None:
         assert get_args(get_type_hints(config)["kind"]) == (name,)
         assert isinstance(study_kind(name), StudyKind)
         assert ("image" if name == "features" else name) in KINDS
+
+
+def test_a_preset_that_is_no_mapping_is_named_as_one() -> None:
+    preset: Any = "pixelprune"
+    with pytest.raises(TypeError, match=r'such as \{"preset": "pixelprune"\}, got \'pixelprune\''):
+        Candidate("pp", routing=preset)
