@@ -38,6 +38,7 @@ _CLEARLY_SMALLER = 0.9
 _LIKE_DENSE = 0.9
 # Shares of the FLOPs that differ by no more are those of one budget, see `at_budgets`.
 _AS_MANY = 0.03
+_MORE_IMAGES = " (`--number {0}`, in Python `images={0}`)"
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
 
@@ -156,6 +157,7 @@ class Advice:
             self.samples,
             where,
             self.faster,
+            more=_MORE_IMAGES if self.samples == "images" else "",
             is_unsteady=bool(self.caution),
             invalid=self._guessing,
         )

@@ -147,6 +147,7 @@ class Recommendation:
         where: The pass, such as "batches of 8".
         speed: A speed-up that is wanted: what loses least at it is named. None names the fastest model within the
             tolerance, and beside it what loses least at some speeds.
+        more: How to ask for a number of samples, with {0} in its place, in brackets; empty says nothing.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
         is_unsteady: Times are uncertain, as on a busy machine, see `Table.caution`.
         invalid: Why differences to the dense model say nothing, such as `say_guessing`. Nothing is advised then.
@@ -158,6 +159,7 @@ class Recommendation:
     samples: str
     where: str
     speed: float | None = None
+    more: str = ""
     harm: str = ""
     is_unsteady: bool = False
     invalid: str = ""
@@ -381,7 +383,10 @@ class Recommendation:
             return f"The loss{of} is too close to {self.limit} to tell: {wider} would."
         missing = self._missing(model)
         if missing:
-            return f"{missing[0].upper()}{missing[1:]} would tell{of}."
+            how = ""
+            if self.more:
+                how = self.more.format(model.images + missing_samples(model.loss, self.tolerance, model.images))
+            return f"{missing[0].upper()}{missing[1:]}{how} would tell{of}."
         return f"These {self.samples} cannot tell{of}, nor would {MOST} times as many."
 
     def _wider(self, model: AdviceRow) -> str:

@@ -90,7 +90,7 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     assert advice.best is None
     assert advice.sentence == (
         "Keep the dense model for batches of 3: it is unclear whether anything clearly faster is within 2 points. 180 "
-        "more images would tell of smaller-image-0.7 (112 px)."
+        "more images (`--number 192`, in Python `images=192`) would tell of smaller-image-0.7 (112 px)."
     )
     (row,) = [row for row in advice.verdict.table.rows if row[0].startswith("batches of 3, ")]
     change = ("+0.0 [-24.2, +0.0]", "unclear: 180 more images would tell")
@@ -98,7 +98,8 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     lenient = dataclasses.replace(advice, tolerance=0.2)
     assert lenient.sentence == (
         "Keep the dense model for batches of 3 for now. smaller-image-0.7 (112 px) is probably within 20 points: 2.00 "
-        "times as fast, +0.0 [-24.2, +0.0] points of agreement. 4 more images would tell."
+        "times as fast, +0.0 [-24.2, +0.0] points of agreement. 4 more images (`--number 16`, in "
+        "Python `images=16`) would tell."
     )
     assert lenient.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
     opened = dataclasses.replace(lenient, opening='model = mmod.open_model("test_vit").model')
