@@ -325,9 +325,10 @@ class Advice:
         if self._guessing:
             return ""
         if self.faster is not None:
-            if self.best or self._too_small:
+            if self.recommendations[0].used or self._too_small:
                 return ""
-            return "Larger batches may be faster; without `faster`, more is tried."
+            larger = "" if self.best else "Larger batches may be faster. "
+            return f"{larger}Pruning and ToMe are tried too without `--faster`, in Python `faster`."
         # A speed chooses among these series alone.
         counted = [(row.flops, row) for row in self.rows if row.series in FASTER and row.flops is not None]
         if self.samples != "images" or not counted:
