@@ -26,6 +26,8 @@ TOLERANCE = 0.02
 Measure = Literal["top1", "features", "patches"]
 """What of a model of images must stay equal: the top class, the features that a head reads, or those of patches."""
 MEASURES: tuple[Measure, ...] = ("top1", "features", "patches")
+ANY_SIZE = {"dynamic_img_size": True}
+"""Arguments by which a model of timm takes images of any size."""
 FIT = "fit"
 """In place of a number of a candidate: the one that brings its FLOPs to its budget."""
 
@@ -121,6 +123,11 @@ class Candidate:
         """Whether chance chooses what it keeps: other models are compared with it, and it is never advised."""
         # By its name where a user made it, as `models` of `mmod.advise`.
         return CONTROL in (self.name, self.series) or _draws(self.routing) or any(map(_draws, self.methods))
+
+    @property
+    def resizes(self) -> bool:
+        """Whether a method makes its images smaller."""
+        return any(method["kind"] == "resize" for method in self.methods)
 
     @property
     def label(self) -> str:

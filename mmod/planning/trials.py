@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,7 +29,8 @@ from mmod.methods.resolve import resolve_routing
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice
-from mmod.planning.candidate import TOLERANCE, Candidate, ImageSize, Measure
+from mmod.planning.candidate import ANY_SIZE, TOLERANCE, Candidate, ImageSize, Measure
+from mmod.planning.choice import AdviceRow
 from mmod.planning.divergence import PromptBatch, check_batches
 from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, near_front
 from mmod.planning.entrants import Entrant, changed_models, evaluate_once, ready_models, row_of, rows_of, time_in_turns
@@ -238,6 +240,7 @@ def advise(
             costs[name] = as_read.costs(changed, evaluated(table, name))
         choosing = {name for name, one in entrants.items() if is_routed(one.model) or _prunes(one.candidate)}
         rows = tuple(rows_of(table, figure, by_name, choosing, costs, part, is_only, decimals))
+        rows = tuple(_with_any_size(row, by_name[row.name], model) for row in rows)
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
     untrained = ""
@@ -277,6 +280,13 @@ def advise(
         advice.save(folder, overwrite=True)
         write_json(Path(folder) / QUESTION, question)
     return advice
+
+
+def _with_any_size(row: AdviceRow, candidate: Candidate, model: nn.Module) -> AdviceRow:
+    """Return a row whose config makes a model of timm take images of any size, if the candidate makes them smaller."""
+    if not candidate.resizes or not hasattr(model, "dynamic_img_size"):
+        return row
+    return dataclasses.replace(row, config=f"model: {json.dumps({'args': ANY_SIZE})}\n{row.config}")
 
 
 def _most_work(samples: int, batch_size: int, faster: float | None) -> float:

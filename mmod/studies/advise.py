@@ -20,6 +20,7 @@ from mmod.opening.runs import (
     find_run,
     find_weights,
     read_run_config,
+    takes_arguments,
 )
 from mmod.planning.candidate import MEASURES, TOLERANCE
 from mmod.values import Mistakes, check_value
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     from mmod.planning.candidate import opening_line
     from mmod.planning.prompts import same_tokens
     from mmod.planning.trials import advise
-    from mmod.studies.advised import open_advised, read_images, read_prompts
+    from mmod.studies.advised import added_arguments, open_advised, read_images, read_prompts
 
     check_value("--number", options.number, int, "[1, inf)")
     if options.image_size is not None:
@@ -79,6 +80,9 @@ def main(arguments: Sequence[str]) -> None:
     elif options.prompts is not None:
         # Of the hub; `open_model` would take it for a name of timm.
         spec = f"transformers:{spec}"
+    if options.prompts is None and takes_arguments(spec):
+        # As it was opened here, so that lines of smaller images run.
+        opening["args"] = added_arguments(model)
     advice = advise(
         model.to(choose_device(options.device)),
         batches,

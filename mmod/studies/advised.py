@@ -22,7 +22,7 @@ from mmod.data.stream import ImageReader
 from mmod.opening.open import OPEN_CLIP, open_model
 from mmod.opening.opened import Opened
 from mmod.opening.runs import find_run
-from mmod.planning.candidate import ImageSize, Measure
+from mmod.planning.candidate import ANY_SIZE, ImageSize, Measure
 from mmod.planning.prompts import IsRight
 from mmod.planning.samples import AtSize, take_off_head_
 from mmod.training.command import parse_run
@@ -71,9 +71,11 @@ def open_advised(
 
 def _flexible(model: nn.Module) -> nn.Module:
     """Return a dense model of timm that takes images of any size if it can: smaller images are among the candidates."""
+    if getattr(model, "dynamic_img_size", False):
+        return model
     saving = load_adapter("timm").SAVING
     described = saving.describe(model)
-    arguments = {**described["arguments"], "dynamic_img_size": True}
+    arguments = {**described["arguments"], **ANY_SIZE}
     try:
         flexible: nn.Module = saving.build({**described, "arguments": arguments})
     # Architectures without position embeddings have no such argument.
@@ -81,6 +83,14 @@ def _flexible(model: nn.Module) -> nn.Module:
         return model
     flexible.load_state_dict(model.state_dict())
     return flexible.to(next(model.parameters()))
+
+
+def added_arguments(model: nn.Module) -> dict[str, bool]:
+    """Return the arguments by which a model of `open_advised` takes images of any size, if it would not without."""
+    if find_library(model) != "timm":
+        return {}
+    arguments = load_adapter("timm").SAVING.describe(model)["arguments"]
+    return {name: value for name, value in ANY_SIZE.items() if arguments.get(name) == value}
 
 
 class ReadPrompts(NamedTuple):

@@ -24,8 +24,8 @@ from mmod.data.loader import evaluation_fields
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
 from mmod.opening.opened import Preprocessing
-from mmod.opening.runs import find_run, is_described
-from mmod.planning.candidate import TOLERANCE, Candidate, opening_line, shown_code
+from mmod.opening.runs import find_run, is_described, takes_arguments
+from mmod.planning.candidate import ANY_SIZE, TOLERANCE, Candidate, opening_line, shown_code
 from mmod.planning.choice import (
     ON_FRONT,
     SEEDS,
@@ -292,20 +292,27 @@ def code_of(study: Study, candidates: Sequence[Candidate]) -> list[str]:
 def _opening(study: Study, candidate: Candidate) -> str:
     """Return the line of Python that opens the model which a candidate's methods are applied to."""
     dense = study.comparison.dense_run(seed=0)
+    changes = Candidate(candidate.name, changes=candidate.changes)
     # A training config of images, whose model has a name and arguments.
     start: Any = study.dense
+    any_size = {}
+    if candidate.image_size is not None:
+        # Of another library, it takes any size or says no such thing.
+        is_fixed = not getattr(sketch(kind_of(run_config_of(changes, start))), "dynamic_img_size", True)
+        any_size = ANY_SIZE if is_fixed else {}
     if dense is not None and dense.is_trained:
         if "model" not in candidate.changes:
-            return opening_line(dense.training.output)
+            return opening_line(dense.training.output, args=any_size)
         start = start.started_from(dense.training.output)
-    model = run_config_of(Candidate(candidate.name, changes=candidate.changes), start).model
+    model = run_config_of(changes, start).model
     named = model.checkpoint
     is_same = (model.name, model.args) == (start.model.name, start.model.args)
     # Folders that say which model they hold.
-    if named is not None and is_same and (find_run(named) is not None or is_described(named)):
+    is_told = named is not None and (find_run(named) is not None or is_described(named))
+    if is_told and is_same and (takes_arguments(named) or not any_size):
         # Methods of a saved model were undone.
-        return opening_line(named, dense=True)
-    return opening_line(model.name, checkpoint=named, args=model.args)
+        return opening_line(named, dense=True, args=any_size)
+    return opening_line(model.name, checkpoint=named, args={**model.args, **any_size})
 
 
 def _python(study: Study, candidate: Candidate) -> str:

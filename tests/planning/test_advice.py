@@ -488,7 +488,10 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
     for row in advice.rows:
         model, other = make(**options), make(**options)
         exec(row.code, {"mmod": mmod, "model": model})
-        ((key, value),) = yaml.safe_load(row.config).items()
+        fields = yaml.safe_load(row.config)
+        arguments = fields.pop("model", None)
+        assert arguments == ({"args": {"dynamic_img_size": True}} if row.series == "smaller-image" else None)
+        ((key, value),) = fields.items()
         mmod.apply_(other, read_method(value[0]) if key == "methods" else resolve_routing(value))
         assert methods_of(model) == methods_of(other), row.name
         with torch.no_grad(), mmod.trace(model) as decisions:

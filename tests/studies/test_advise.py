@@ -36,6 +36,7 @@ from mmod.training.chat.processor import create_word_processor
 from mmod.training.chat.start import resize_images
 from mmod.training.engine.groups import ScheduleConfig
 from mmod.training.engine.kind import calibration, load
+from mmod.training.engine.start import sketch
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip, small_config
@@ -88,6 +89,32 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
     # The lines of Python run as they are printed.
     opening = json.loads((output / "advice.json").read_text())["opening"]
     assert opening == 'model = mmod.open_model("test_vit", pretrained=False).model'
+
+
+def test_the_lines_of_smaller_images_run_for_models_of_a_fixed_size(tmp_path: Path) -> None:
+    name = "vit_tiny_patch16_224"
+    folder = make_folder(tmp_path / "images", 1, 2)
+    shape = {"img_size": 64, "depth": 2, "num_classes": 3}
+    model = timm.create_model(name, **shape)
+    timm.models.save_for_hf(model, str(tmp_path / "saved"), safe_serialization=True)
+    printed = {}
+    for spec in (name, str(tmp_path / "saved")):
+        options = ["--image_size", "64", "--no_pretrained"] if spec == name else []
+        output = tmp_path / f"advice {len(printed)}"
+        main(["advise", spec, *options, "--images", str(folder), "--batch_size", "1", "--output", str(output)])
+        advice = json.loads((output / "advice.json").read_text())
+        printed[spec] = [(advice["opening"], row) for row in advice["rows"] if row["series"] == "smaller-image"]
+        assert printed[spec]
+    for opening, row in (row for rows in printed.values() for row in rows):
+        scope: dict[str, Any] = {"mmod": mmod}
+        exec(f"{opening}\n{row['code']}", scope)
+        smaller = scope["model"](torch.zeros(1, 3, 64, 64))
+        assert smaller.shape[0] == 1
+        fields = yaml.safe_load(row["config"])
+        args = {**shape, **fields["model"]["args"]}
+        data = DataConfig("folder", "images", "", "", image_size=64, channels=3, batch_size=2)
+        keys = TrainConfig(output="run", model=ModelConfig(name, args), data=data, methods=fields["methods"])
+        assert [method.kind for method in methods_of(sketch(kind_of(keys)))] == ["resize"]
 
 
 def test_every_question_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

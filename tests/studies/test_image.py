@@ -30,6 +30,7 @@ from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged, read_yaml
+from mmod.methods import methods_of
 from mmod.plain import from_plain
 from mmod.planning import Candidate, untrained
 from mmod.planning import advice as advice_page
@@ -641,6 +642,19 @@ def test_the_printed_lines_run_as_they_are(tmp_path: Path) -> None:
         exec(lines, scope)
         assert mmod.is_routed(scope["model"])
         assert torch.equal(scope["model"].head.weight, other.head.weight)
+    # A smaller image of a model that its line would open for one size.
+    fixed = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=7)
+    timm.models.save_for_hf(fixed, str(tmp_path / "fixed"), safe_serialization=True)
+    shape = ["--dense.model.args", "{img_size: 64, depth: 2, num_classes: 7}", "--dense.data.image_size", "64"]
+    named = ["--dense.model.name", "vit_tiny_patch16_224", "--dense.model.checkpoint", str(tmp_path / "fixed")]
+    words = ["my-model", *named, *shape]
+    small = Candidate("small", image_size=32, is_trained=False)
+    text = code_of(image_study(read_config(words, ImageStudyConfig)), [gradual, small])[0]
+    (lines,) = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)
+    exec(lines, scope)
+    with torch.no_grad():
+        assert scope["model"](torch.zeros(1, 3, 64, 64)).shape == (1, 7)
+    assert [method.kind for method in methods_of(scope["model"])] == ["resize"]
 
 
 def test_a_dense_model_that_guesses_is_said_to() -> None:
@@ -755,7 +769,7 @@ UNTUNED = {"tune": False}
         ({"then": {"output": 5}}, TypeError, "then.output must be a text, got 5"),
         ({"routers": {"x": {"router": "random", "budgets": {}}}}, ValueError, "routers.x.budgets must name a budget"),
         ({"baselines": {"x": {}}}, ValueError, "baselines.x must name a budget"),
-        ({"controls": {"mod": None}}, TypeError, "controls must be a mapping of names to a text or False"),
+        ({"controls": {"mod": None}}, TypeError, r"controls must be a mapping of names to \(a text or False\)"),
         ({"then": {"output": "b", "sedes": 2}}, ValueError, "unknown config key 'then.sedes'; near ones: seeds"),
         ({"then": {"output": "b", "seeds": 0}}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"then": {"output": "b", "dense": "nowhere.yaml"}}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
