@@ -235,7 +235,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatConfig, {"data.val": None, "trainer": {"eval_strategy": "epoch"}}, "eval_strategy asks questions in training"),
     (ChatConfig, {"routing": {"vision": {}}}, "unknown part in routing vision; valid ones are language, image"),
     (ChatConfig, {"routing": {"image": {}, "langage": {"plan": "p.json"}}}, "routing langage; near ones: language"),
-    (ChatConfig, {"routing": {"language": 3}}, "routing must be a mapping of names to a mapping of names or null"),
+    (ChatConfig, {"routing": {"language": 3}}, "routing must be a mapping of names to (a mapping of names or null)"),
     (ChatConfig, {"routing": {"preset": "p-mod"}}, "write routing: {language: {preset: p-mod}}, got"),
     (PairsConfig, {"routing": {"capacity": 0.5}}, "write routing: {image: {capacity: 0.5}}, got"),
     (PairsConfig, {"routing": "gradual"}, "write routing: {image: {preset: gradual}}, got 'gradual'"),
