@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,7 +163,7 @@ class StopRequest(Stop):
         super().__init__()
         self._agreed = 0
         # A separate group, so that no step waits for a GPU. Versions of torch differ in what they say it is.
-        self._group: object = None
+        self._group: Any = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
