@@ -219,7 +219,7 @@ def test_the_bar_weighs_runs_by_their_work(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     list(Runner().run(JOBS, slowly))
     shown = capsys.readouterr().err
-    assert re.search(r"study: 0 % .*base, seed 0 *\r", shown)
+    assert re.search(r"study: 0 % .*base, seed 0 *[\r\x1b]", shown)
     # Without a number it says nothing of the time left.
     assert "?" not in shown
     assert re.search(r"16 % .*dense, seed 0, \d+:\d+ left", shown)
