@@ -20,7 +20,7 @@ import torch
 
 from mmod.io.environment import timing_threads
 from mmod.io.files import LockedError
-from mmod.io.progress import Bar, progress_bar, say
+from mmod.io.progress import Bar, progress_bar, say, staged
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 
 AnyJob = TypeVar("AnyJob", bound="Job")
@@ -81,7 +81,7 @@ class Runner:
 
         Where another program does a job, `do` raises a LockedError: it is done again after the others.
         """
-        layout = f"{self.title}: {{percent}} % |{{bar}}| {{desc}}, {{remaining}} left"
+        layout = staged(self.title)
         work = sum(job.work for job in jobs)
         # One bar over all: its unit is expected work, since jobs differ in length.
         # What follows the last job says that all are done.

@@ -110,6 +110,11 @@ class _Lines(Bar):
         print(self, file=self.fp, flush=True)
 
 
+def staged(title: str) -> str:
+    """Return the layout of a bar over several pieces of work, of which the running one is its description."""
+    return f"{title}: {{percent}} % |{{bar}}| {{desc}}, {{remaining}} left"
+
+
 class Stages:
     """One bar over all stages of a command, by the work of each in a unit that they share; close it by `with`.
 
@@ -118,8 +123,7 @@ class Stages:
     """
 
     def __init__(self, title: str, shown: bool = True) -> None:
-        layout = f"{title}: {{percent}} % |{{bar}}| {{desc}}, {{remaining}} left"
-        self._bar = progress_bar(total=1, bar_format=layout, shown=shown, leave=False, miniters=0)
+        self._bar = progress_bar(total=1, bar_format=staged(title), shown=shown, leave=False, miniters=0)
         self._stage = ""
         self._begun = self._work = 0.0
         self._rounds = 0

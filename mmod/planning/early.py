@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -85,7 +84,7 @@ def for_speed(
     times: Callable[[Sequence[str], int], tuple[Times[str], float]],
     rounds: int,
     speed: float,
-    order: Callable[[str], Any],
+    order: Callable[[str], tuple[float, float]],
 ) -> Iterator[list[Look]]:
     """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
 
