@@ -210,7 +210,7 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
         for look in look_at(entrants, 0, len(samples)):
             scores[look.name] = evaluate_once(store, entrants, look).outcomes[AGREEMENT]
         readings = {name: samples.readings(one.model) for name, one in entrants.items()}
-        times = sample_times(readings, rounds=ROUNDS, device=torch.device("cpu"))[BATCH]
+        times = sample_times(readings, rounds=range(ROUNDS), device=torch.device("cpu"))[BATCH]
     store.put(identity, [scores, times], timed_on="cpu")
     return Recorded(scores, times)
 

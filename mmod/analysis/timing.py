@@ -10,21 +10,20 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
 
-from mmod.adapters import image_output
 from mmod.io.environment import on_timing_threads
 from mmod.io.jobs import Callback
 from mmod.io.store import Store
 
 Name = TypeVar("Name", bound=Hashable)
+T = TypeVar("T")
 Timed = TypeVar("Timed")
 """Names what a timed pass reads, such as the kind of its samples and their number."""
 
@@ -38,23 +37,31 @@ _SHORTEST = 0.05
 
 
 class Reading(NamedTuple):
-    """Forward passes to be timed, and the number of samples that they read together."""
+    """What is timed of a model: in each round it reads the next draw of samples, and after the last the first again.
 
-    call: Callable[[], object]
+    How many tokens a model keeps may depend on the samples, so that one draw alone need not be like others.
+
+    Attributes:
+        draws: The forward passes over each draw.
+        samples: Number of samples of a draw.
+    """
+
+    draws: Sequence[Callable[[], object]]
     samples: int
 
 
-def image_reading(model: nn.Module, draws: Sequence[Tensor], size: int) -> Reading:
-    """Return the forward passes over images (N, C, H, W) in batches of a size; each call reads the next draw."""
-    turns = itertools.cycle(draws)
+def reading_of(read: Callable[[T], object], draws: Iterable[Sequence[T]], samples: int) -> Reading:
+    """Return the passes over draws of batches, from a pass over one batch; see `Reading`."""
 
-    def read() -> None:
-        for batch in next(turns).split(size):
-            image_output(model, batch)
+    def read_all(batches: Sequence[T]) -> None:
+        for batch in batches:
+            read(batch)
 
-    return Reading(read, len(draws[0]))
+    return Reading([partial(read_all, batches) for batches in draws], samples)
 
 
+DRAWS = 5
+"""Draws of samples that are timed, where there are so many."""
 PASSES = 8
 """Passes that one timed reading of a small batch has at most: more take longer than the evaluation and tell no more."""
 Readings = Mapping[str, Mapping[Timed, Reading]]
@@ -184,21 +191,33 @@ def interleave(
 def sample_times(
     readings: Readings[Timed],
     *,
-    rounds: int,
+    rounds: range,
     device: torch.device,
     warmup: int = 1,
-    seed: int = 0,
     callback: Callback = lambda share: None,
 ) -> Times[Timed]:
-    """Time all passes of all candidates in turns; see `interleave`."""
-    calls: dict[tuple[str, Timed], Callable[[], object]] = {}
-    for name, passes in readings.items():
-        calls |= {(name, of): reading.call for of, reading in passes.items()}
-    times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, seed=seed, callback=callback)
+    """Time all passes of all candidates in turns; see `interleave`. The number of a round says which draw is read."""
     by_pass: Times[Timed] = {}
-    for (name, of), ms in times.items():
-        samples = readings[name][of].samples
-        by_pass.setdefault(of, {})[name] = [total / samples for total in ms]
+
+    def told(done: int, share: float) -> None:
+        callback((done + share) / len(rounds))
+
+    for done, number in enumerate(rounds):
+        calls: dict[tuple[str, Timed], Callable[[], object]] = {}
+        for name, passes in readings.items():
+            calls |= {(name, of): reading.draws[number % len(reading.draws)] for of, reading in passes.items()}
+        times = interleave(
+            calls,
+            seconds=0,
+            rounds=1,
+            device=device,
+            warmup=0 if done else warmup,
+            seed=number,
+            callback=partial(told, done),
+        )
+        for (name, of), ms in times.items():
+            samples = readings[name][of].samples
+            by_pass.setdefault(of, {}).setdefault(name, []).extend(total / samples for total in ms)
     return by_pass
 
 
@@ -208,7 +227,7 @@ def times_once(
     readings: Callable[[], Readings[Timed]],
     device: torch.device,
     *,
-    rounds: int,
+    rounds: range,
     callback: Callback = lambda share: None,
 ) -> tuple[Times[Timed], float]:
     """Return times from the store of this machine, and measure the rounds that are not there.
@@ -217,6 +236,7 @@ def times_once(
 
     Args:
         identity: Stands for all candidates and passes: times beside other ones are of other turns.
+        rounds: Their numbers, see `sample_times`.
         readings: Makes the models and their passes.
         callback: Receives the share of all rounds that is done.
 
@@ -228,12 +248,12 @@ def times_once(
     waiting = []
     ready: Readings[Timed] | None = None
 
-    def told(number: int, share: float) -> None:
-        callback((number + share) / rounds)
+    def told(done: int, share: float) -> None:
+        callback((done + share) / len(rounds))
 
     # The store knows times by the threads that they were measured on.
     with on_timing_threads():
-        for number in range(rounds):
+        for done, number in enumerate(rounds):
             key = {"work": "timed round", **identity, "round": number}
             found = store.get(key, timed_on=str(device))
             if found is None:
@@ -244,8 +264,9 @@ def times_once(
                     unmeasured = int(device.type != "cpu")
                 started = time.perf_counter()
                 computed = time.thread_time()
+                one = range(number, number + 1)
                 measured = sample_times(
-                    ready, rounds=1, device=device, warmup=unmeasured, seed=number, callback=partial(told, number)
+                    ready, rounds=one, device=device, warmup=unmeasured, callback=partial(told, done)
                 )
                 seconds = time.perf_counter() - started
                 computed = time.thread_time() - computed
@@ -261,7 +282,7 @@ def times_once(
                 of_pass = by_pass.setdefault(of, {})
                 for name, ms in by_name.items():
                     of_pass.setdefault(name, []).extend(ms)
-            callback((number + 1) / rounds)
+            told(done, 1.0)
     return by_pass, statistics.median(waiting)
 
 

@@ -81,7 +81,7 @@ def for_speed(
     varying: Sequence[str],
     figure: str,
     first: int,
-    times: Callable[[Sequence[str], int], tuple[Times[str], float]],
+    times: Callable[[Sequence[str], range], tuple[Times[str], float]],
     rounds: int,
     speed: float,
     order: Callable[[str], tuple[float, float]],
@@ -99,13 +99,13 @@ def for_speed(
         varying: Candidates whose cost depends on the samples, which are timed in all rounds, as each reads others.
         figure: The outcome that decides who is better.
         first: Number of samples of the first look.
-        times: Returns the times of candidates in a number of rounds, and `Table.waiting`.
+        times: Returns the times of candidates in rounds, by their numbers, and `Table.waiting`.
         rounds: Number of rounds.
         speed: The speed-up that is wanted.
         order: From an evaluated candidate to what is least for the answer, see `AdviceRow.order`.
     """
     names = list(dict.fromkeys(chain(*series, own)))
-    table.times, table.waiting = times(names, 1)
+    table.times, table.waiting = times(names, range(1))
     if not names:
         return
     rough = table.times
@@ -114,7 +114,7 @@ def for_speed(
     # More rounds may show that others are needed, of which one round alone says too little.
     while not {*chosen, *own, *varying} <= {*exact}:
         exact = list(dict.fromkeys([*exact, *chosen, *own, *varying]))
-        further, table.waiting = times(exact, rounds - 1)
+        further, table.waiting = times(exact, range(1, rounds))
         table.times = {}
         for of, by_name in rough.items():
             table.times[of] = {name: ms + further[of].get(name, []) for name, ms in by_name.items()}

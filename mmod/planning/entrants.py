@@ -109,7 +109,7 @@ def time_in_turns(
     stages: Stages,
     passes: Collection[str],
     names: Sequence[str],
-    rounds: int,
+    rounds: range,
 ) -> tuple[Times[str], float]:
     """Return the times of the dense model and of some candidates in rounds, and `Table.waiting`."""
     _, model, samples, _ = entrants[DENSE]
@@ -119,15 +119,14 @@ def time_in_turns(
     readings = {}
     work = 0
     for name, one in timed.items():
-        # Other numbers of rounds are of other batches.
-        of_model = one.samples.readings(one.model, first=rounds)
+        of_model = one.samples.readings(one.model)
         readings[name] = {of: of_model[of] for of in passes}
-        work += rounds * sum(reading.samples for reading in readings[name].values())
+        work += len(rounds) * sum(reading.samples for reading in readings[name].values())
         if name != DENSE:
             codes[name] = [one.candidate.code(samples.part, False), one.candidate.image_size]
-    identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size, "rounds": rounds}
+    identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size}
     device = next(model.parameters()).device
-    stages.begin("timing", work, rounds)
+    stages.begin("timing", work, len(rounds))
     return times_once(store, identity, lambda: readings, device, rounds=rounds, callback=stages.update)
 
 

@@ -186,11 +186,11 @@ def stopwatch(model: nn.Module, part: str, batch: object) -> Clock:
         models = {DENSE: model}
         for number, config in enumerate(configs):
             models[str(number)] = change_(copy_of(model), Route({part: config}))
-        readings = {name: {part: Reading(partial(run_batch, timed, batch), 1)} for name, timed in models.items()}
+        readings = {name: {part: Reading([partial(run_batch, timed, batch)], 1)} for name, timed in models.items()}
         device = next(model.parameters()).device
         with Stages("search") as stages:
             stages.begin("timing", work=1.0)
-            by_round = sample_times(readings, rounds=_ROUNDS, device=device, callback=stages.update)[part]
+            by_round = sample_times(readings, rounds=range(_ROUNDS), device=device, callback=stages.update)[part]
         times = relative_times(by_round, DENSE)
         milliseconds, _ = times.pop(DENSE)
         return milliseconds, [1 / speedup for _, speedup in times.values()]

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import find_library, image_facts, patch_grid, watch_grid
+from mmod.adapters import find_library, image_facts, image_output, patch_grid, watch_grid
 from mmod.adapters.images import resized
 from mmod.analysis.counting import by_data, meta_copy, pass_flops
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.table import Measured
-from mmod.analysis.timing import PASSES, Reading, image_reading
+from mmod.analysis.timing import DRAWS, PASSES, Reading, reading_of
 from mmod.analysis.tracing import trace
 from mmod.io.jobs import Callback
 from mmod.io.store import fingerprint
@@ -38,8 +38,6 @@ from mmod.values import one_of
 FIRST_LOOK = 64
 _AT_ONCE = 32
 _ROW = "one row of numbers for an image, (B, F)"
-# Different batches that are timed, one a round.
-_DRAWS = 5
 # What a measure compares, of each image.
 _RETURNED: dict[Measure, str] = {"top1": _ROW, "features": _ROW, "patches": "a row for each patch, (B, N, F)"}
 
@@ -199,10 +197,10 @@ class Images:
 
     @functools.cached_property
     def timed(self) -> list[Tensor]:
-        """Batches that timed rounds read in turn: how many tokens a model keeps may depend on the images."""
+        """Batches that are timed, one in a round."""
         labels = [0] * len(self) if self.labels is None else self.labels.tolist()
         draws = []
-        for seed in range(_DRAWS):
+        for seed in range(DRAWS):
             # Spread over the classes, as those of a study are.
             index = spread(labels, self.batch_size, seed)
             # Few images are repeated: a batch has its size.
@@ -210,13 +208,13 @@ class Images:
             draws.append(self.pixels[repeated].to(self.device))
         return draws
 
-    def readings(self, model: nn.Module, first: int = 0) -> dict[str, Reading]:
-        """Return the passes over a batch and over single images, of the draws from `first` on."""
-        turn = first % _DRAWS
-        draws = [*self.timed[turn:], *self.timed[:turn]]
-        passes = {BATCH: image_reading(model, draws, self.batch_size)}
+    def readings(self, model: nn.Module) -> dict[str, Reading]:
+        """Return the passes over a batch, and over single ones of its images."""
+        read = partial(image_output, model)
+        passes = {BATCH: reading_of(read, [[images] for images in self.timed], self.batch_size)}
         if self.batch_size > 1:
-            passes[ALONE] = image_reading(model, [images[:PASSES] for images in draws], 1)
+            few = min(self.batch_size, PASSES)
+            passes[ALONE] = reading_of(read, [images[:few].split(1) for images in self.timed], few)
         return passes
 
     def evaluate(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Measured:
@@ -442,9 +440,12 @@ class Prompts:
         """Run a model on the first batch."""
         self._top(model, self.batches[0])
 
-    def readings(self, model: nn.Module, first: int = 0) -> dict[str, Reading]:
+    def readings(self, model: nn.Module) -> dict[str, Reading]:
         """Return the prefill of prompts of equal length and of the first batch alone, vision tower included."""
-        return {name: Reading(partial(run_batch, model, batch), self.batch_size) for name, batch in self.timed.items()}
+        passes = {}
+        for name, batch in self.timed.items():
+            passes[name] = Reading([partial(run_batch, model, batch)], self.batch_size)
+        return passes
 
     def costs(self, model: nn.Module, count: int | None = None) -> Costs:
         """Return the FLOPs of the language model's prefill of a prompt of mean length, and the bytes of its cache."""

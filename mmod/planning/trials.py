@@ -313,7 +313,7 @@ def _compared(
     rounds: Iterable[list[Look]]
     if faster is None:
         passes = samples.readings(dense)
-        times = partial(time_in_turns, results, entrants, stages, passes, changed, ROUNDS)
+        times = partial(time_in_turns, results, entrants, stages, passes, changed, range(ROUNDS))
         rounds = near_front(table, changed, figure, samples.first, times, decimals)
         timed = ROUNDS * sum(reading.samples for reading in passes.values())
         later = len(changed) * (timed + len(samples) - samples.first)

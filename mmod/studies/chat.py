@@ -112,7 +112,7 @@ def _readings(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[
     chat = _of_chat(kind)
     prompts = chat.prompts(size)[0]
     answer = partial(generate, model, chat.collator, prompts, _TIMED_TOKENS, exactly=True)
-    return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}
+    return {"prompt": prefill, _ANSWER: Reading([answer], prefill.samples)}
 
 
 def _rate_of_decoding(columns: Mapping[str, float]) -> dict[str, float]:

@@ -281,4 +281,4 @@ def times_of(
         return passes
 
     device = device_of(finals[DENSE])
-    return times_once(measurer.store, identity, all_readings, device, rounds=rounds, callback=callback)
+    return times_once(measurer.store, identity, all_readings, device, rounds=range(rounds), callback=callback)

@@ -1077,7 +1077,7 @@ def test_each_timed_round_reads_other_images_and_all_models_the_same(
         if len(images) > 1:
             read.append(float(images.double().sum()))
 
-    monkeypatch.setattr(timing, "image_output", output)
+    monkeypatch.setattr(samples, "image_output", output)
     model = timm.create_model("test_vit", dynamic_img_size=True).eval()
     advice = trials.advise(model, [pictures(64)], batch_size=4, faster=faster, progress=False)
     assert len(set(read)) == rounds

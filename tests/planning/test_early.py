@@ -105,12 +105,12 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
     ms = {DENSE: 12.0, "a": 8.0, "a smaller": 4.0, "b": 5.0, "slow": 13.0, "control": 1.0}
     wrong = dict(zip(ms, (0, *losses, 0, 0)))
     outcomes = {name: np.r_[np.zeros(number), np.ones(SAMPLES - number)] for name, number in wrong.items()}
-    timed: list[tuple[set[str], int]] = []
+    timed: list[tuple[set[str], range]] = []
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
 
-    def times(names: Sequence[str], rounds: int) -> tuple[dict[str, dict[str, list[float]]], float]:
-        by_name = {name: [ms[name]] * rounds for name in (DENSE, *names)}
+    def times(names: Sequence[str], rounds: range) -> tuple[dict[str, dict[str, list[float]]], float]:
+        by_name = {name: [ms[name]] * len(rounds) for name in (DENSE, *names)}
         if not timed:
             # A single slow pass, which makes all others of its round look faster.
             by_name[DENSE] = [slow * ms[DENSE]]
@@ -139,8 +139,8 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
         is_likely = outcomes[name][:FIRST].mean() > outcomes[answer].mean()
         assert evaluated(table, name) == SAMPLES or not is_likely
     # All are timed once, and what may be needed in the other rounds too.
-    assert timed[0] == ({*chain(*series), *own}, 1)
-    assert {rounds for _, rounds in timed[1:]} == {2}
+    assert timed[0] == ({*chain(*series), *own}, range(1))
+    assert {rounds for _, rounds in timed[1:]} == {range(1, 3)}
     assert len(timed) == 2 or slow > 1
     assert {len(table.times["batch"][name]) for name in {*expected, *own, "slow"}} == {3}
     assert all(milliseconds(table, "batch")[name] == ms[name] for name in expected)

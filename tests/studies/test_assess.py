@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmod import Prompt, flops, open_model, route_, save_pretrained
 from mmod.analysis.table import DENSE
+from mmod.analysis.timing import DRAWS
 from mmod.data.loader import image_stream
 from mmod.io.store import OptionalStore, Store
 from mmod.studies import commands
@@ -22,9 +23,10 @@ from mmod.studies.assess import assess, described
 from mmod.training import evaluate, fit
 from mmod.training.command import parse_run
 from mmod.training.engine.evaluate import BatchStore
-from mmod.training.engine.kind import COUNTED, seed_draws
+from mmod.training.engine.kind import COUNTED, readings, seed_draws
 from mmod.training.engine.start import create_models
 from mmod.training.image import evaluate as image_evaluate
+from mmod.training.image import kind as image_kind
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
 from mmod.training.kinds import all_configs, kind_of
 from tests.kit.chat_configs import P_MOD, vlm_config
@@ -263,9 +265,30 @@ def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys:
 
 def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:
     run_config = config(tmp_path)
-    few, images = sample_images(run_config.data, 100), timed_images(run_config.data, 100)
+    few, (images,) = sample_images(run_config.data, 100), timed_images(run_config.data, 100)
     assert len(few) == 64
     assert torch.equal(images, torch.cat([few, few[:36]]))
+
+
+@pytest.mark.parametrize("size", [1, 3, 6])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_each_timed_round_reads_other_images(
+    size: int, batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many tokens a model keeps may depend on the images, as equal patches do."""
+    kind = ImageKind(config(tmp_path))
+    read: list[Tensor] = []
+    monkeypatch.setattr(image_kind, "image_output", lambda model, images: read.append(images))
+    timed = readings(kind, nn.Identity(), size, batches)["image"]
+    assert (len(timed.draws), timed.samples) == (DRAWS, size * batches)
+    for draw in timed.draws:
+        draw()
+    assert [len(images) for images in read] == [size] * batches * DRAWS
+    assert len(torch.cat(read).unique(dim=0)) == size * batches * DRAWS
+    # Each batch is spread over the set, whose images may come class by class.
+    spread = sample_images(kind.config.data, size * batches * DRAWS)
+    for number, images in enumerate(read):
+        assert torch.equal(images, spread[number :: batches * DRAWS])
 
 
 def test_a_config_without_weights_is_refused(tmp_path: Path) -> None:

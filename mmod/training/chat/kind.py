@@ -66,7 +66,7 @@ class ChatKind:
         parts: Any
         if training:
             parts = self._spread(batches * size, size)
-            samples = len(parts.dataset)
+            samples = size
         else:
             parts = [self.prompts(size)[0]]
             samples = len(parts[0]["input_ids"])

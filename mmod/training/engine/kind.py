@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis.timing import Reading
+from mmod.analysis.timing import DRAWS, Reading, reading_of
 from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream
 from mmod.io.environment import choose_device
@@ -56,7 +55,7 @@ class ModelInput(NamedTuple):
     Attributes:
         batches: Batches on the model's device. A plan is searched on them, or where a model reads several inputs, on
             mappings of these by name.
-        samples: Number of samples in all of them.
+        samples: Number of samples in each of them; at the end of training data a batch may have fewer.
         read: A forward pass over a batch.
         flops: The FLOPs of one sample. Where these depend on the data, they follow from the kept shares of an
             evaluation, see `RoutedResult.kept`.
@@ -118,7 +117,7 @@ class Kind(Protocol):
 
         Args:
             size: Samples in a batch, where the set has as many.
-            batches: At most so many; one is enough, of evaluation samples.
+            batches: At most so many; of evaluation samples one is enough, and others are different samples.
             training: Take training samples, prepared as for evaluation and spread evenly over the set.
         """
 
@@ -172,14 +171,14 @@ def cost(kind: Kind, model: nn.Module, kept: Mapping[str, float]) -> dict[str, f
 
 
 def readings(kind: Kind, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
-    """Return forward passes over at most so many batches of `size` evaluation samples, by input."""
-
-    def run(one: ModelInput) -> None:
-        for batch in one.batches:
-            one.read(batch)
-
-    inputs = kind.inputs(model, size, batches)
-    return {name: Reading(partial(run, one), one.samples) for name, one in inputs.items()}
+    """Return forward passes over at most so many batches of `size` evaluation samples, by input; see `Reading`."""
+    timed = {}
+    for name, one in kind.inputs(model, size, batches * DRAWS).items():
+        parts = list(one.batches)
+        number = min(batches, len(parts))
+        draws = [parts[start : start + number] for start in range(0, len(parts) - number + 1, number)]
+        timed[name] = reading_of(one.read, draws, number * one.samples)
+    return timed
 
 
 def calibration(kind: Kind, model: nn.Module, batches: int, size: int) -> Iterable[object]:

@@ -6,8 +6,8 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,10 @@ class ImageKind:
             prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
             parts = [images for images, _ in image_stream(prepared).batches(0)]
         else:
-            parts = list(timed_images(self.config.data, size * batches).split(size))
+            parts = timed_images(self.config.data, size, batches)
         moved = [images.to(device_of(self)) for images in parts]
         count = partial(_flops, model, self.config.image_shape)
-        return {"image": ModelInput(moved, sum(map(len, moved)), partial(image_output, model), count)}
+        return {"image": ModelInput(moved, len(moved[0]), partial(image_output, model), count)}
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`."""
@@ -239,11 +239,29 @@ def sample_images(data: DataConfig, count: int) -> Tensor:
     return image_stream(dataclasses.replace(data, val_limit=count, batch_size=count)).first_batch()[0]
 
 
-def timed_images(data: DataConfig, count: int) -> Tensor:
-    """Return a batch of exactly `count` evaluation images, repeated if there are fewer."""
-    images = sample_images(data, count)
-    # Repeated in turn, so that all classes stay in every batch.
-    return images[torch.arange(count) % len(images)]
+def timed_images(data: DataConfig, size: int, batches: int = 1) -> list[Tensor]:
+    """Return batches of exactly `size` evaluation images, which are repeated if there are fewer."""
+    return _read_once(_Timed(str(data), size, batches, data))
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Images that are timed, by the fields of a config, which itself has no hash."""
+
+    fields: str
+    size: int
+    batches: int
+    data: DataConfig = field(compare=False)
+
+
+# A study times many models on the same images.
+@lru_cache(maxsize=8)
+def _read_once(timed: _Timed) -> list[Tensor]:
+    count = timed.size * timed.batches
+    images = sample_images(timed.data, count)
+    # They come class by class, and each batch has as many classes as it can.
+    order = torch.arange(count).view(timed.size, timed.batches).T % len(images)
+    return list(images[order.flatten()].split(timed.size))
 
 
 def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:

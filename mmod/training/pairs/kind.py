@@ -143,7 +143,7 @@ class PairsKind:
             parts = [pair[number].to(device_of(self)) for pair in pairs]
             count = partial(_flops, model, tower, parts)
             encode = getattr(model, f"encode_{tower}")
-            inputs[tower] = ModelInput(parts, sum(map(len, parts)), encode, count)
+            inputs[tower] = ModelInput(parts, len(parts[0]), encode, count)
         return inputs
 
     def save(self, model: nn.Module, folder: Path) -> None:

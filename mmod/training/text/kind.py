@@ -84,7 +84,7 @@ class TextKind:
         device = device_of(self)
         batches_of_tokens = text_stream(limited).batches(0)
         windows = [{"input_ids": tokens.to(device)} for tokens, _ in batches_of_tokens]
-        samples = sum(len(batch["input_ids"]) for batch in windows)
+        samples = len(windows[0]["input_ids"])
         read = partial(_logits, model)
         return {"window": ModelInput(windows, samples, read, partial(window_flops, model, data.length))}
 
