@@ -259,8 +259,8 @@ class Recommendation:
             condition = ""
             if self.is_unsteady:
                 condition = ", if an idle machine confirms its speed"
-            elif named.speedup.shown.median < _HARDLY:
-                condition = ", though it is hardly faster"
+            if named.speedup.shown.median < _HARDLY:
+                condition += ", though it is hardly faster"
             return f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}."
         if self.speed is None:
             return (
