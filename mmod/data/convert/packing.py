@@ -165,31 +165,33 @@ def check_image(data: bytes, prefix: str = "") -> tuple[Image.Image, Image.Image
 
 
 def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], **details: object) -> dict[str, object]:
-    """Write `report.json` with the counts and these details, and `dropped.csv` with dropped items; show the shards.
+    """Write `report.json` with the counts, the first dropped item and these details, and `dropped.csv` with them all.
+
+    Then show the shards.
 
     Raises:
         CorruptDataError: If an item was dropped and `config.on_corrupt` is "raise"; the report is written first.
     """
     reasons = dict(Counter(reason for _, _, reason, _ in dropped).most_common())
     report = {"items": samples + len(dropped), "samples": samples, "dropped": reasons, **details}
+    first = ""
+    if dropped:
+        number, name, *why = dropped[0]
+        # Records need not have an id.
+        first = ", ".join(filter(None, [f"item {number}", name and repr(name), ": ".join(filter(None, why))]))
+        report["first_dropped"] = first
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("item", "name", "reason", "details"), *dropped])
     folder = Path(config.output)
     write_atomically(folder / DROPPED, text.getvalue())
     write_json(folder / REPORT, report)
     if dropped and config.on_corrupt == "raise":
-        number, name, reason, told = dropped[0]
         counted = ", ".join(f"{text} ({count})" for text, count in reasons.items())
-        first = f"item {number}"
-        # Records need not have an id.
-        if name:
-            first += f", {name!r}"
         hint = config.files().hint([row[2] for row in dropped], samples + len(dropped))
         advice = f"--on_corrupt skip, in Python on_corrupt='skip', leaves them out{prefixed('; ', hint)}"
-        why = ": ".join(filter(None, (reason, told)))
         raise CorruptDataError(
             f"{len(dropped)} of {report['items']} items cannot be used: {counted}; the first, counted from 0, is "
-            f"{first}, {why}. {folder / DROPPED} lists them; {advice}"
+            f"{first}. {folder / DROPPED} lists them; {advice}"
         )
     # Hidden until here: an incomplete set must not look like a set.
     for path in folder.glob(".*.tar"):

@@ -234,10 +234,13 @@ def convert(folder: Path, **changes: Any) -> Any:
 def test_conversion_lists_what_it_leaves_out(folder: Path) -> None:
     bad = [{**SOUND, "image": "bad.png"}, {**SOUND, "image": "gone.png"}, *FAULTS.values()]
     write(folder, [SOUND, TWO, *bad, NONE])
-    with pytest.raises(CorruptDataError, match="on_corrupt='skip'"):
+    with pytest.raises(CorruptDataError, match="on_corrupt='skip'") as error:
         convert(folder)
     assert not (folder / "out" / "conversations.json").exists()
     report = convert(folder, on_corrupt="skip")
+    # The command prints it.
+    assert report["first_dropped"].startswith("item 2, ")
+    assert f"is {report['first_dropped']}. " in str(error.value)
     assert (report["items"], report["samples"]) == (len(bad) + 3, 3)
     assert report["records_by_images"] == {"0": 1, "1": 1, "2": 1}
     assert report["dropped"] == {"invalid record": len(FAULTS), "image cannot be decoded": 1, "image not found": 1}
