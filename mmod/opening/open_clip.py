@@ -21,7 +21,7 @@ from mmod.io.tensors import write_tensors
 from mmod.names import near_names
 from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import LOCAL, find_weights
-from mmod.opening.weights import converted, load_weights, read_weights
+from mmod.opening.weights import check_size, converted, load_weights, read_weights
 
 # Names with these bring their weights.
 SCHEMES = (LOCAL, "hf-hub:")
@@ -55,7 +55,10 @@ def open_clip_model(name: str, options: Options) -> Opened:
         )
     weights = "its published weights" if published else "random weights"
     if checkpoint is not None:
-        load_clip(model, checkpoint)
+        state = read_clip(checkpoint)
+        asked = options.image_size or options.args.get("force_image_size")
+        check_size(state or {}, model.visual, checkpoint, "image_size", {"img_size": asked})
+        load_clip(model, checkpoint, state)
         weights = f"the weights of {checkpoint}"
     return Opened(model, f"{name} of open_clip with {weights}", partial(preprocessing_of, model, "of open_clip"))
 
@@ -109,29 +112,29 @@ def preprocessing_of(model: nn.Module, source: str) -> Preprocessing:
     return Preprocessing(dict(fields), source, is_clip=True)
 
 
-def load_clip(model: nn.Module, checkpoint: str | Path, state: Mapping[str, Tensor] | None = None) -> None:
+def read_clip(checkpoint: str | Path) -> dict[str, Tensor] | None:
+    """Read the weights of a whole model; None for arrays of big_vision, whose names open_clip alone knows."""
+    if find_weights(checkpoint).suffix in (".npz", ".npy"):
+        return None
+    return read_weights(checkpoint)
+
+
+def load_clip(model: nn.Module, checkpoint: str | Path, state: Mapping[str, Tensor] | None) -> None:
     """Load a dense checkpoint strictly into an open_clip model, converted as open_clip converts published weights.
 
     Args:
-        state: Weights of the checkpoint, if they were read already.
+        state: What `read_clip` read.
     """
     file = find_weights(checkpoint)
     with TemporaryDirectory() as temporary:
-        if not is_of_numpy(file):
+        if state is not None:
             # open_clip converts what it reads from a file, of which it reads fewer kinds than `read_weights`.
             file = Path(temporary) / "model.safetensors"
-            if state is None:
-                state = read_weights(checkpoint)
             write_tensors(file, state)
         try:
             open_clip.load_checkpoint(model, str(file), strict=True, weights_only=True)
         except RuntimeError as error:
             raise ValueError(f"checkpoint {checkpoint!r} does not fit the model: {error}") from error
-
-
-def is_of_numpy(file: Path) -> bool:
-    """Return whether a file holds weights of JAX, which open_clip reads itself."""
-    return file.suffix in (".npz", ".npy")
 
 
 def load_image_tower(visual: nn.Module, checkpoint: str) -> None:

@@ -23,7 +23,7 @@ from mmod.io.files import near_paths
 from mmod.names import near_names, prefixed
 from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import LOCAL, run_classes
-from mmod.opening.weights import converted, load_weights, read_weights
+from mmod.opening.weights import check_size, converted, load_weights, read_weights
 from mmod.values import brief
 
 # What stands before a name that is not one of timm's own.
@@ -43,7 +43,7 @@ def open_timm(name: str, options: Options) -> Opened:
         weights = "random weights"
     classes = None
     if checkpoint is not None:
-        _load_with_classifier(model, checkpoint, options.args.get("num_classes"))
+        _load_with_classifier(model, checkpoint, options)
         classes = run_classes(checkpoint)
         weights = f"the weights of {checkpoint}"
     is_of_run = classes is not None
@@ -130,13 +130,13 @@ def check_published(name: str, args: Mapping[str, object], advice: str) -> None:
         ) from error
 
 
-def _load_with_classifier(model: Any, checkpoint: str | Path, wanted: int | None) -> None:
+def _load_with_classifier(model: Any, checkpoint: str | Path, options: Options) -> None:
     """Load a checkpoint with a classifier of as many classes as it has, perhaps none.
 
-    Args:
-        wanted: The number of classes that the caller gave; another one than the checkpoint's is refused. None for any.
+    Another number of classes than the caller names is refused, and so is a size of images that nobody named.
     """
     state = read_weights(checkpoint)
+    wanted = options.args.get("num_classes")
     heads = image_facts(model).head
     weights = (state[key] for key in state if key.startswith(heads) and state[key].ndim > 1)
     outputs = next(map(len, weights), 0)
@@ -145,6 +145,7 @@ def _load_with_classifier(model: Any, checkpoint: str | Path, wanted: int | None
             f"args say num_classes {brief(wanted)} and checkpoint {str(checkpoint)!r} has {outputs}: leave out "
             "num_classes; reset_classifier of the opened model makes a new classifier"
         )
+    check_size(state, model, checkpoint, "image_size", {"img_size": options.image_size, **options.args})
     # Resized to the checkpoint before loading, which is strict.
     model.reset_classifier(outputs)
     load_weights(model, converted(state, model), checkpoint)

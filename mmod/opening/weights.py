@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import warnings
@@ -134,3 +135,42 @@ def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
     if convert is None or shapes == {name: value.shape for name, value in state.items()}:
         return dict(state)
     return convert(dict(state), model)
+
+
+def check_size(
+    state: Mapping[str, Tensor], model: nn.Module, checkpoint: str | Path, keys: str, given: Mapping[str, object]
+) -> None:
+    """Refuse weights of patches or images of another size, to which hosts resample them without a word.
+
+    Args:
+        model: A dense image model of timm, or an image tower of open_clip.
+        keys: What sets the size of images.
+        given: Arguments of the model that the caller gave: who names a size means it.
+    """
+    facts = image_facts(model)
+    patch = facts.patch or getattr(model, "patch_size", None)
+    size = facts.usual or getattr(model, "image_size", None)
+    if patch is None or size is None:
+        return
+    source = f"checkpoint {str(checkpoint)!r} is of"
+    projection = state.get("patch_embed.proj.weight")
+    if projection is not None and projection.shape[2:] not in ((), patch) and "patch_size" not in given:
+        raise ValueError(
+            f"{source} patches of {projection.shape[-1]} px, and the model of {patch[1]}: name its own model"
+        )
+    for name in ("pos_embed", "positional_embedding"):
+        # Of a whole image-text model, the bare name may be that of its texts.
+        names = (f"visual.trunk.{name}", f"visual.{name}", name)
+        rows = next((state[known].shape[-2] for known in names if known in state), None)
+        of_model = getattr(model, name, None)
+        if given.get("img_size") is not None or rows is None or of_model is None or rows == of_model.shape[-2]:
+            continue
+        # All but the patches.
+        prefix = of_model.shape[-2] - math.prod(side // length for side, length in zip(size, patch))
+        across = math.isqrt(max(0, rows - prefix))
+        is_square = across**2 == rows - prefix
+        images = f"images of {across * patch[0]} px" if is_square else f"images with {rows} position embeddings"
+        raise ValueError(
+            f"{source} {images}, and the model of {size[0]} px: set {keys} to the checkpoint's size, or to {size[0]} "
+            "to resample its position embeddings"
+        )

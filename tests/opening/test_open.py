@@ -191,6 +191,18 @@ def test_a_model_has_the_classes_and_preprocessing_of_its_weights(tmp_path: Path
     assert x.shape == (3, 160, 160)
 
 
+def test_weights_of_another_size_are_resampled_on_demand(tmp_path: Path) -> None:
+    small = open_model("test_vit", checkpoint=write_timm(tmp_path, img_size=32), image_size=32).model
+    patches = timm.create_model("test_vit", img_size=64)
+    patches.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(small.state_dict(), patches))
+    for asked in ({"image_size": 64}, {"args": {"img_size": 64}}):
+        same(open_model("test_vit", checkpoint=tmp_path / "small.pt", **asked).model, patches)
+    file = write_clip(tmp_path, 32)
+    for size in (16, 32):
+        clip: Any = open_model("open_clip:sized-clip", checkpoint=file, image_size=size).model
+        assert clip.visual.image_size == (size, size)
+
+
 def test_a_checkpoint_brings_its_classifier(tmp_path: Path) -> None:
     file = write_seven(tmp_path)
     expected = timm.create_model("test_vit", num_classes=7)
@@ -232,6 +244,19 @@ def write_seven(folder: Path) -> str:
     """Return a file with weights of seven classes."""
     save_file(timm.create_model("test_vit", num_classes=7).state_dict(), folder / "seven.safetensors")
     return str(folder / "seven.safetensors")
+
+
+def write_timm(folder: Path, **changes: Any) -> str:
+    torch.save(timm.create_model("test_vit", **changes).state_dict(), folder / "small.pt")
+    return str(folder / "small.pt")
+
+
+def write_clip(folder: Path, size: int) -> str:
+    """Return a file with weights of the model "sized-clip", whose images have 16 px, at another size."""
+    write_model(folder, "sized-clip")
+    open_clip.add_model_config(folder / "sized-clip.json")
+    torch.save(open_clip.create_model("sized-clip", force_image_size=size).state_dict(), folder / "clip.pt")
+    return str(folder / "clip.pt")
 
 
 def write_vit(folder: Path) -> str:
@@ -285,6 +310,22 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     "other weights": (
         lambda folder: open_model("test_vit", checkpoint=write_weights(folder)),
         "does not fit the model",
+    ),
+    "weights of another size": (
+        lambda folder: open_model("test_vit", checkpoint=write_timm(folder, img_size=32)),
+        r"pt' is of images of 32 px, and the model of 160 px: set image_size to the checkpoint's size, or to 160",
+    ),
+    "weights of another size, of an image-text model": (
+        lambda folder: open_model("open_clip:sized-clip", checkpoint=write_clip(folder, 32)),
+        r"clip\.pt' is of images of 32 px, and the model of 16 px: set image_size to the checkpoint's size, or to 16",
+    ),
+    "weights of images that are no squares": (
+        lambda folder: open_model("test_vit", checkpoint=write_timm(folder, img_size=(32, 96))),
+        "of images with 13 position embeddings, and the model of 160 px: set image_size to the checkpoint's size",
+    ),
+    "weights of other patches": (
+        lambda folder: open_model("test_vit", checkpoint=write_timm(folder, patch_size=32)),
+        "is of patches of 32 px, and the model of 16: name its own model",
     ),
     "classes that the weights do not have": (
         lambda folder: open_model("test_vit", checkpoint=write_seven(folder), args={"num_classes": 4}),

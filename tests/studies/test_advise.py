@@ -163,7 +163,11 @@ def test_a_checkpoint_of_another_size_is_converted_and_evaluated_at_the_size_ask
     advice = json.loads((tmp_path / "advice/advice.json").read_text())
     sides = {row["label"].partition(" (")[2].rstrip(")") for row in advice["rows"] if row["series"] == "smaller-image"}
     assert sides == {f"{side} px" for side in (80, 96, 112)}
-    advised = open_advised("test_vit", str(tmp_path / "weights.safetensors"))
+    with pytest.raises(
+        ValueError, match="of images of 96 px, and the model of 160 px: set image_size to the checkpoint's"
+    ):
+        open_advised("test_vit", str(tmp_path / "weights.safetensors"))
+    advised = open_advised("test_vit", str(tmp_path / "weights.safetensors"), image_size=160)
     assert advised.preprocessing.transform()(Image.new("RGB", (30, 30))).shape[1:] == (160, 160)
     assert advised.model.num_classes == 0
 

@@ -28,7 +28,7 @@ from mmod.opening.open import open_model
 from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
 from mmod.opening.transformers import INTERPOLATIONS, read_state
-from mmod.opening.weights import converted
+from mmod.opening.weights import check_size, converted
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
@@ -65,7 +65,10 @@ class ImageKind:
         is_teacher = methods is None
         is_fresh = not is_teacher and self.config.model.head == "fresh"
         adapt = partial(_adapted, checkpoint=checkpoint, is_fresh=is_fresh, is_teacher=is_teacher)
-        return start.load_dense(model, read_state(checkpoint), checkpoint, methods, adapt)
+        state = read_state(checkpoint)
+        keys = "model.args.img_size and data.image_size"
+        check_size(state, model, checkpoint, keys, self.config.model.args)
+        return start.load_dense(model, state, checkpoint, methods, adapt)
 
     def data(
         self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None

@@ -27,7 +27,7 @@ from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.opening.language import open_tokenizer
 from mmod.opening.open import OPEN_CLIP, open_model
-from mmod.opening.open_clip import SCHEMES, is_of_numpy, load_clip, load_image_tower, register_config, weights_follow
+from mmod.opening.open_clip import SCHEMES, load_clip, load_image_tower, read_clip, register_config, weights_follow
 from mmod.opening.runs import find_weights
 from mmod.opening.transformers import read_state
 from mmod.opening.weights import read_weights
@@ -73,20 +73,15 @@ class PairsKind:
 
     def load(self, model: Any, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
         """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopKind.load`."""
-        file = find_weights(checkpoint)
         if isinstance(model, TwoTowers):
             # A folder may hold open_clip's weights beside a config of transformers.
-            if is_of_transformers(file.parent):
-                state = {f"inner.{name}": value for name, value in read_state(checkpoint).items()}
+            if is_of_transformers(find_weights(checkpoint).parent):
+                inner = {f"inner.{name}": value for name, value in read_state(checkpoint).items()}
             else:
-                state = read_weights(checkpoint)
-            return start.load_dense(model, state, checkpoint, methods)
-        # Arrays of big_vision have names that open_clip alone knows; their file is not read twice.
-        if is_of_numpy(file):
-            load_clip(model, checkpoint, None)
-            return {}
-        state = read_weights(checkpoint)
-        if any(map(is_added, state)):
+                inner = read_weights(checkpoint)
+            return start.load_dense(model, inner, checkpoint, methods)
+        state = read_clip(checkpoint)
+        if state is not None and any(map(is_added, state)):
             return start.load_dense(model, state, checkpoint, methods)
         load_clip(model, checkpoint, state)
         return {}

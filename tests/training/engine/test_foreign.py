@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmod.data.config import DataConfig
 from mmod.opening.open import open_model
-from mmod.opening.open_clip import load_clip
+from mmod.opening.open_clip import load_clip, read_clip
 from mmod.opening.weights import read_weights
 from mmod.training import ModelConfig, TrainConfig
 from mmod.training.engine.start import create_models, create_teacher
@@ -172,7 +172,7 @@ def test_every_reader_of_open_clip_models_reads_them_alike(layout: str, clip: st
     expected = {name: value + (which == "ema") for name, value in raw.items()}
     torch.manual_seed(1)
     other: Any = open_clip.create_model(clip)
-    load_clip(other, str(tmp_path / "epoch_3.pt"))
+    load_clip(other, str(tmp_path / "epoch_3.pt"), read_clip(tmp_path / "epoch_3.pt"))
     same(other.state_dict(), expected)
     advised = open_model(f"open_clip:{clip}", checkpoint=tmp_path / "epoch_3.pt").model
     same(advised.state_dict(), expected)

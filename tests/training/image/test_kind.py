@@ -139,6 +139,20 @@ class TestStartingWeights:
         with pytest.raises(ValueError, match=message):
             create_models(ImageKind(tiny_config(output=tmp_path, model=changes)))
 
+    def test_weights_of_another_size_are_resampled_on_demand(self, tmp_path: Path) -> None:
+        config = tiny_config(output=tmp_path)
+        torch.save(create_models(ImageKind(config))[0].state_dict(), tmp_path / "start.pth")
+        # The size of the name, which nobody wrote.
+        args = {name: value for name, value in config.model.args.items() if name != "img_size"}
+        model = replace(config.model, args=args, checkpoint=str(tmp_path / "start.pth"))
+        config = replace(config, model=model, data=replace(config.data, image_size=224))
+        with pytest.raises(
+            ValueError, match=r"of images of 16 px, and the model of 224 px: set model\.args\.img_size and"
+        ):
+            create_models(ImageKind(config))
+        asked = replace(model, args={**args, "img_size": 224})
+        assert create_models(ImageKind(replace(config, model=asked)))[0].patch_embed.img_size == (224, 224)
+
     @pytest.mark.parametrize(
         ("field", "value", "message"),
         [
