@@ -223,10 +223,10 @@ def folder_name(path: str) -> str:
     """Return the name of one folder for a path or a name on a hub.
 
     Example:
-        >>> folder_name("./runs/mine/"), folder_name("open_clip:ViT-B-32:openai")
+        >>> folder_name("../runs/mine/"), folder_name("open_clip:ViT-B-32:openai")
         ('runs-mine', 'open_clip-ViT-B-32-openai')
     """
-    return re.sub(r"[/:\\]+", "-", path.removeprefix("./")).strip("-")
+    return "-".join(part for part in re.split(r"[/:\\]+", path) if part not in ("", ".", ".."))
 
 
 def check_place(path: str | Path) -> None:

@@ -56,7 +56,8 @@ class StudyConfig(Checked):
 
     Args:
         output: Folder of runs, table and pictures. A stopped study resumes there, and another one is refused. Empty is
-            `runs/tradeoff/` with the name of the dense model, and "-tuned" where models are fine-tuned.
+            `runs/tradeoff/` with the last two parts of the path or name of the dense model, or of its run, without a
+            file's ending, and "-tuned" where models are fine-tuned.
         dense: Training config of the dense model: a YAML file, its fields, or a run folder, whose final model and data
             it is then; or one of these as `base` with the keys that differ. The study sets its `output` and `seed`;
             `routing` and `methods` are those of series.
@@ -123,7 +124,11 @@ class StudyConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.output:
-            output = f"runs/tradeoff/{folder_name(_name_of(self.dense))}"
+            named = _name_of(self.dense)
+            path = find_run(named) or Path(named)
+            if path.suffix in (".yaml", *_WEIGHTS):
+                path = path.with_suffix("")
+            output = f"runs/tradeoff/{folder_name('/'.join(path.parts[-2:]))}"
             if self.tune:
                 output += "-tuned"
             object.__setattr__(self, "output", output)
@@ -404,7 +409,7 @@ def _names_run(dense: str | Mapping[str, object]) -> bool:
 def _name_of(dense: str | Mapping[str, object]) -> str:
     """Return what tells the dense model in the name of a folder: its run or config, its weights or its architecture."""
     if isinstance(dense, str):
-        return dense.removesuffix("/config.yaml").removesuffix(".yaml")
+        return dense.removesuffix("/config.yaml")
     if BASE_KEY in dense:
         return _name_of(str(dense[BASE_KEY]))
     model = dense.get("model")

@@ -244,11 +244,24 @@ def test_programs_that_begin_a_study_at_once_write_in_turns(tmp_path: Path) -> N
         ("runs/shapes", False, "runs-shapes"),
         ("runs/shapes/config.yaml", True, "runs-shapes-tuned"),
         ({"base": "runs/other", "data": {"batch_size": 3}}, False, "runs-other"),
-        ({"model": {"name": "vit", "checkpoint": "/weights/a.pt"}}, False, "weights-a.pt"),
-        ({"model": {"name": "org/vit", "pretrained": True}}, False, "org-vit"),
+        ("../deep/down/runs/shapes/", False, "runs-shapes"),
+        ("run/model/model.safetensors", False, "run"),
+        ("run/checkpoints/step-000000002-epoch-00001", False, "run"),
+        ({"model": {"name": "vit", "checkpoint": "signs.pth"}}, False, "signs"),
+        ({"model": {"name": "vit", "checkpoint": "../more/weights/a.pt"}}, False, "weights-a"),
+        ({"model": {"name": "vit", "checkpoint": "../a.pt"}}, False, "a"),
+        ({"model": {"name": "vit_small.augreg", "pretrained": True}}, False, "vit_small.augreg"),
+        ({"model": {"name": "hf-hub:org/vit", "pretrained": True}}, False, "hf-hub-org-vit"),
     ],
 )
-def test_the_usual_folder_tells_models_apart(dense: Any, tune: bool, folder: str) -> None:
+def test_the_usual_folder_tells_models_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: Any, tune: bool, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("model", "checkpoints/step-000000002-epoch-00001"):
+        (tmp_path / "run" / place).mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("kind: image\nmodel: {name: vit}\n")
+    (tmp_path / "run/model/model.safetensors").touch()
     routers = {"a-mod": {"preset": "a-mod"}}
     study = ImageStudyConfig(dense=dense, routers=routers, finetune={"epochs": 1}, tune=tune)
     assert study.output == f"runs/tradeoff/{folder}"
