@@ -109,7 +109,8 @@ def load_pretrained(
         model: For a class of your own, a dense model as it was built for training; it is changed in place. Its weights
             must have the names and shapes of the saved ones; the class may be imported from another module.
         options: For a transformers model, what its `from_pretrained` takes: `dtype`, `device_map`,
-            `quantization_config` ... With `device_map`, leave `device` alone.
+            `quantization_config` ... With `device_map`, leave `device` alone. For a timm model, arguments of
+            `create_model` that change no weight, such as `dynamic_img_size=True`.
 
     Returns:
         The model in evaluation mode, of the dtype it was saved in.
@@ -129,10 +130,15 @@ def load_pretrained(
         if device is not None:
             loaded = loaded.to(chosen)
         return loaded.eval()
-    if options:
-        raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
     _check_files(folder)
     config, state = _read_saved(folder)
+    if options:
+        if config["library"] != "timm":
+            raise TypeError(
+                f"{', '.join(options)} are for models of timm and transformers, not of {config['library']!r}"
+            )
+        _saving("timm").check_description(config["model"])
+        config["model"]["arguments"].update(options)
     if config["library"] == OWN:
         model = _change_own(model, config, state, folder)
     else:

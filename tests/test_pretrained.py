@@ -23,6 +23,7 @@ from mmod.io.files import DamagedFileError, UnwrittenError
 from mmod.io.sums import write_sums
 from mmod.opening.weights import read_weights
 from mmod.random_state import Unfilled
+from tests.kit.clip_zoo import make_clip, small_config
 from tests.kit.disk import small_disk
 from tests.kit.processes import run_processes
 from tests.kit.quantized import quantize_
@@ -348,6 +349,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     save_pretrained(routed(), folder / "model")
     return folder / "model"
+
+
+def test_options_of_other_hosts_are_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="may not have device_map: models have no such option"):
+        load_pretrained(saved, device_map="auto")
+    clip = mmod.route_(make_clip("ViT-B-32"), image=RoutingConfig(capacity=0.5))
+    save_pretrained(clip, tmp_path, architecture=small_config("ViT-B-32"))
+    with pytest.raises(TypeError, match="dtype are for models of timm and transformers, not of 'open_clip'"):
+        load_pretrained(tmp_path, dtype="auto")
 
 
 @pytest.mark.parametrize(("part", "change", "message"), OUTSIDE)

@@ -283,7 +283,6 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: falling(12, mean=0.4), ValueError, r"mean must be a number in \(0.4, 1\], got 0.4"),
     (lambda m: falling(12, mean=1.2), ValueError, "got 1.2"),
     (lambda m: mmod.flops(m, mmod.Prompt(4)), ValueError, "this VisionTransformer has no language part"),
-    (lambda m: mmod.load_pretrained(".", dtype="auto"), TypeError, "dtype are for transformers models, which have a"),
     (lambda m: mmod.register_preset(3)(dict), TypeError, "passed to mmod.register_preset must be a text, got 3"),
     (lambda m: mmod.register_loss("loss")("f"), TypeError, "mmod.register_loss decorates .* got 'f'"),
     (lambda m: mmod.register_score("score")(Merge), TypeError, "derived from mmod.Score .*Merge"),

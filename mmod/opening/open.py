@@ -135,8 +135,8 @@ def _folder(folder: Path, options: Options) -> Opened:
     """Open the model that a folder describes."""
     if (folder / CONFIG).is_file():
         options.refuse(repr(str(folder)), "checkpoint", "image_size")
-        options.refuse_changes(folder)
-        opened = _module(load_pretrained(folder))
+        options.refuse_random(folder)
+        opened = _module(load_pretrained(folder, **options.args))
         # open_clip's preprocessing is saved with the model.
         if find_library(opened.model) == "open_clip":
             opened = opened.prepared("of the saved model")
@@ -186,8 +186,8 @@ def _run(run: Path, path: Path, options: Options) -> Opened:
     if folder is not None:
         opened = _folder(folder, options)
     else:
-        options.refuse_changes(path, "weights of a run")
-        opened = import_path(f"{_RUNS}:open_checkpoint")(run, path)
+        options.refuse_random(path, "weights of a run")
+        opened = import_path(f"{_RUNS}:open_checkpoint")(run, path, options.args)
     is_final = folder == run / FINAL_MODEL
     name = f"the weights {path} of the run {run}"
     if is_final:

@@ -89,12 +89,12 @@ class Options(NamedTuple):
         if given:
             raise ValueError(f"{subject} has its own weights and size of images: leave out {given[0]}")
 
-    def refuse_changes(self, path: str | Path, what: str = "a model that methods changed") -> None:
-        """Raise a ValueError for options of a model that comes with its weights; `what` says of which kind it is."""
-        if self.args or not self.pretrained:
+    def refuse_random(self, path: str | Path, what: str = "a model that methods changed") -> None:
+        """Raise a ValueError for random weights of a model that comes with its own; `what` says of which kind it is."""
+        if not self.pretrained:
             raise ValueError(
-                f"{str(path)!r} holds {what}: it is taken as it is, without model.args and with its weights "
-                "(model.pretrained true); for another one name the dense model"
+                f"{str(path)!r} holds {what}: it is taken with its weights (model.pretrained true); for another one "
+                "name the dense model"
             )
 
 

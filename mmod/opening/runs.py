@@ -156,12 +156,6 @@ def model_folder(path: str | Path) -> Path | None:
     return None
 
 
-def takes_arguments(path: str | Path) -> bool:
-    """Return whether a model opens with arguments: changed ones that mmod saved, and checkpoints, are as they are."""
-    folder = model_folder(path)
-    return not Path(path).exists() or (folder is not None and not (folder / "mmod.json").is_file())
-
-
 def is_described(folder: str | Path) -> bool:
     """Return whether a folder holds the description of a model that a host library or mmod saved."""
     return any((Path(folder) / name).is_file() for name in _DESCRIPTIONS)

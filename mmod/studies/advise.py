@@ -20,7 +20,6 @@ from mmod.opening.runs import (
     find_run,
     find_weights,
     read_run_config,
-    takes_arguments,
 )
 from mmod.planning.candidate import MEASURES, TOLERANCE
 from mmod.values import Mistakes, check_value
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
     elif options.prompts is not None:
         # Of the hub; `open_model` would take it for a name of timm.
         spec = f"transformers:{spec}"
-    if options.prompts is None and takes_arguments(spec):
+    if options.prompts is None:
         # As it was opened here, so that lines of smaller images run.
         opening["args"] = added_arguments(model)
     advice = advise(

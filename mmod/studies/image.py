@@ -24,7 +24,7 @@ from mmod.data.loader import evaluation_fields
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
 from mmod.opening.opened import Preprocessing
-from mmod.opening.runs import find_run, is_described, takes_arguments
+from mmod.opening.runs import find_run, is_described
 from mmod.planning.candidate import ANY_SIZE, TOLERANCE, Candidate, opening_line, shown_code
 from mmod.planning.choice import (
     ON_FRONT,
@@ -310,7 +310,7 @@ def _opening(study: Study, candidate: Candidate) -> str:
     is_same = (model.name, model.args) == (start.model.name, start.model.args)
     # Folders that say which model they hold.
     is_told = named is not None and (find_run(named) is not None or is_described(named))
-    if is_told and is_same and (takes_arguments(named) or not any_size):
+    if is_told and is_same:
         # Methods of a saved model were undone.
         return opening_line(named, dense=True, args=any_size)
     return opening_line(model.name, checkpoint=named, args={**model.args, **any_size})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from mmod.adapters import adapted_model
+from mmod.io.yaml import merged
 from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import RUN_CONFIG, read_run_config, run_classes
@@ -34,10 +36,16 @@ def of_run(opened: Opened, run: Path) -> Opened:
     return opened._replace(prepare=prepare, classes=classes, is_run=classes is not None)
 
 
-def open_checkpoint(run: Path, path: Path) -> Opened:
-    """Open weights of a run that is not finished: the model of its config, its methods, then the weights."""
+def open_checkpoint(run: Path, path: Path, args: Mapping[str, object]) -> Opened:
+    """Open weights of a run that is not finished: the model of its config, its methods, then the weights.
+
+    Args:
+        args: Further arguments of the model, which change none of its weights.
+    """
     fields = read_run_config(run)
     config = config_class(fields.get("kind", "image")).load(run / RUN_CONFIG)
+    if args:
+        config = type(config).from_dict(merged(config.as_written(), {"model": {"args": dict(args)}}))
     if not isinstance(config, LoopConfig):
         raise ValueError(
             f"a run of kind {config.kind!r} is opened by the model that it saved, and it has not saved any"

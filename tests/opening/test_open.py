@@ -191,6 +191,23 @@ def test_a_model_has_the_classes_and_preprocessing_of_its_weights(tmp_path: Path
     assert x.shape == (3, 160, 160)
 
 
+def test_saved_models_and_checkpoints_take_arguments_that_change_no_weight(tmp_path: Path, runs: Runs) -> None:
+    checkpoint = next((runs("image", "merge") / "checkpoints").iterdir())
+    saved = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    mmod.save_pretrained(mmod.apply_(saved, mmod.methods.Merge(r=1)), tmp_path / "saved")
+    for path in (tmp_path / "saved", checkpoint):
+        fixed: Any = open_model(path).model
+        patches = fixed.patch_embed
+        large = torch.zeros(1, patches.proj.in_channels, *(2 * side for side in patches.img_size))
+        with pytest.raises(AssertionError, match="doesn't match model"):
+            fixed(large)
+        for dense in (False, True):
+            model = open_model(path, args={"dynamic_img_size": True}, dense=dense).model
+            assert [method.kind for method in methods_of(model)] == ["merge"] * (not dense)
+            assert len(model(large)) == 1
+        same(open_model(path, args={"dynamic_img_size": True}).model, fixed)
+
+
 def test_weights_of_another_size_are_resampled_on_demand(tmp_path: Path) -> None:
     small = open_model("test_vit", checkpoint=write_timm(tmp_path, img_size=32), image_size=32).model
     patches = timm.create_model("test_vit", img_size=64)
@@ -361,7 +378,15 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     ),
     "random weights of a saved model": (
         lambda folder: open_model(write_saved(folder, mmod.methods.Merge(r=1)), pretrained=False),
-        "it is taken as it is",
+        "it is taken with its weights",
+    ),
+    "arguments that change the weights of a saved model": (
+        lambda folder: open_model(write_saved(folder, mmod.methods.Merge(r=1)), args={"num_classes": 7}),
+        r"the weights in '.*saved' do not fit: head\.bias has shape \(1000,\), the model's is \(7,\)",
+    ),
+    "arguments that no model has": (
+        lambda folder: open_model(write_saved(folder, mmod.methods.Merge(r=1)), args={"img_siz": 64}),
+        "may not have img_siz: models have no such option",
     ),
     "a dense model that is not there": (
         lambda folder: open_model(write_saved(folder, mmod.lab.Recursions()), dense=True),

@@ -97,8 +97,9 @@ def test_the_lines_of_smaller_images_run_for_models_of_a_fixed_size(tmp_path: Pa
     shape = {"img_size": 64, "depth": 2, "num_classes": 3}
     model = timm.create_model(name, **shape)
     timm.models.save_for_hf(model, str(tmp_path / "saved"), safe_serialization=True)
+    mmod.save_pretrained(mmod.apply_(model, mmod.methods.Merge(r=1)), tmp_path / "changed")
     printed = {}
-    for spec in (name, str(tmp_path / "saved")):
+    for spec in (name, str(tmp_path / "saved"), str(tmp_path / "changed")):
         options = ["--image_size", "64", "--no_pretrained"] if spec == name else []
         output = tmp_path / f"advice {len(printed)}"
         main(["advise", spec, *options, "--images", str(folder), "--batch_size", "1", "--output", str(output)])

@@ -647,14 +647,17 @@ def test_the_printed_lines_run_as_they_are(tmp_path: Path) -> None:
     timm.models.save_for_hf(fixed, str(tmp_path / "fixed"), safe_serialization=True)
     shape = ["--dense.model.args", "{img_size: 64, depth: 2, num_classes: 7}", "--dense.data.image_size", "64"]
     named = ["--dense.model.name", "vit_tiny_patch16_224", "--dense.model.checkpoint", str(tmp_path / "fixed")]
-    words = ["my-model", *named, *shape]
     small = Candidate("small", image_size=32, is_trained=False)
-    text = code_of(image_study(read_config(words, ImageStudyConfig)), [gradual, small])[0]
-    (lines,) = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)
-    exec(lines, scope)
-    with torch.no_grad():
-        assert scope["model"](torch.zeros(1, 3, 64, 64)).shape == (1, 7)
-    assert [method.kind for method in methods_of(scope["model"])] == ["resize"]
+    mmod.save_pretrained(mmod.apply_(fixed, mmod.methods.Merge(r=1)), tmp_path / "changed")
+    for folder in ("fixed", "changed"):
+        words = ["my-model", *named[:-1], str(tmp_path / folder), *shape]
+        text = code_of(image_study(read_config(words, ImageStudyConfig)), [gradual, small])[0]
+        (lines,) = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)
+        assert f'{folder}", dense=True' in lines
+        exec(lines, scope)
+        with torch.no_grad():
+            assert scope["model"](torch.zeros(1, 3, 64, 64)).shape == (1, 7)
+        assert [method.kind for method in methods_of(scope["model"])] == ["resize"]
 
 
 def test_a_dense_model_that_guesses_is_said_to() -> None:

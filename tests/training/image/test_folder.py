@@ -185,7 +185,7 @@ def test_a_changed_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     again, x = create_images(tmp_path, Options()), torch.randn(2, 3, 32, 32)
     assert [method.kind for method in methods_of(again)] == ["routing"]
     assert torch.equal(read(again, x), read(model, x))
-    with pytest.raises(ValueError, match="it is taken as it is"):
+    with pytest.raises(ValueError, match="has its own weights and size of images: leave out args"):
         create_images(tmp_path, Options(args={"num_classes": 3}))
 
 
