@@ -381,12 +381,9 @@ class Recommendation:
         wider = self._wider(model)
         if wider:
             return f"The loss{of} is too close to {self.limit} to tell: {wider} would."
-        missing = self._missing(model)
+        missing = self._missing(model, self.more)
         if missing:
-            how = ""
-            if self.more:
-                how = self.more.format(model.images + missing_samples(model.loss, self.tolerance, model.images))
-            return f"{missing[0].upper()}{missing[1:]}{how} would tell{of}."
+            return f"{missing[0].upper()}{missing[1:]} would tell{of}."
         return f"These {self.samples} cannot tell{of}, nor would {MOST} times as many."
 
     def _wider(self, model: AdviceRow) -> str:
@@ -407,16 +404,21 @@ class Recommendation:
             return False
         return missing_samples(model.loss, self.tolerance, model.images) > _MANY * model.images
 
-    def _missing(self, model: AdviceRow) -> str:
-        """Return in words how many more samples would decide about a model; empty where no number is known to."""
+    def _missing(self, model: AdviceRow, how: str = "") -> str:
+        """Return in words how many more samples would decide about a model; empty where no number is known to.
+
+        Args:
+            how: How to ask for so many, with {} for the number of all.
+        """
         if self.samples == SEEDS:
             # The spread of a few seeds is not known well enough for a number.
             return f"more {SEEDS}"
-        number = f"{missing_samples(model.loss, self.tolerance, model.images):,}"
+        number = missing_samples(model.loss, self.tolerance, model.images)
+        told = f"{number:,} more {self.samples}{how.format(model.images + number)}"
         if not model.loss.has_interval:
             # So many give a first interval.
-            return f"at least {number} more {self.samples}"
-        return f"{number} more {self.samples}" if self._is_enough(model) else ""
+            return f"at least {told}"
+        return told if self._is_enough(model) else ""
 
     def _is_enough(self, model: AdviceRow) -> bool:
         """Return whether the number of missing samples decides about a model, and is no lower bound."""
