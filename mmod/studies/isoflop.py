@@ -180,7 +180,7 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     for run in compare(table, [runs], Measurer(_train, store), runner):
         # Other programs may do runs of the study too.
         with locked(folder / QUESTION, wait=True):
-            question.keep(folder, table.runs, _REPORT)
+            question.keep(folder, table.runs)
             # By seed, so that there is a picture after the first.
             if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):
                 points = [setting.row(table.rates[setting.name], table.figures(setting.name)) for setting in settings]

@@ -48,7 +48,7 @@ class Question:
             answered = answered_by(folder)
             # What others have recorded of their models stays.
             if answered is None or not answered["models"]:
-                self.keep(folder, (), report)
+                self.keep(folder, ())
 
     def check(self, folder: Path, report: str = REPORT) -> None:
         """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data.
@@ -118,19 +118,13 @@ class Question:
             return f"seeds: {answered['seeds']} there, {self.seeds} now"
         return ""
 
-    def keep(self, folder: Path, names: Collection[str], report: str = REPORT) -> None:
-        """Record in a folder what the results of some models answer, and those of its table, if it has one.
+    def keep(self, folder: Path, names: Collection[str]) -> None:
+        """Record in a folder what the results of some models answer, and those that were recorded before.
 
-        Args:
-            report: As in `check`, which has found that the table answers this question.
+        A study that goes on has not come to all of them yet, and another program may be ahead of it.
         """
-        kept = {*names}
-        answered = None
-        if (folder / report).exists():
-            answered = answered_by(folder)
-        if answered is not None:
-            # A study that goes on with a table has all its models, and has not come to all of them yet.
-            kept.update(answered["models"])
+        answered = answered_by(folder) or {"models": ()}
+        kept = {*names, *answered["models"]}
         models = {name: model for name, model in self.models.items() if name in kept}
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 

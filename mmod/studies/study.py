@@ -89,8 +89,7 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
     store = Store(make_folder(comparison.folder) / STORE)
     question = question_of(study.config.evaluation, runs)
-    question.check(comparison.folder)
-    # Images that cannot be read leave the folder free.
+    # First: images that cannot be read leave the folder free.
     facts = study.kind.describe(study)
     question.begin(comparison.folder)
     rates = _rates_of(study)

@@ -162,16 +162,28 @@ def test_of_models_that_are_not_trained_only_what_evaluates_them_differs(tmp_pat
 @pytest.mark.parametrize("report", ["tradeoff.json", "isoflop.json"])
 def test_a_study_that_was_interrupted_as_it_went_on_still_answers_for_its_table(report: str, tmp_path: Path) -> None:
     question = Question({}, 1, {name: {"is_trained": True} for name in ("dense", "a", "b", "more")})
-    # Of what was recorded without a table, nothing is known.
-    question.keep(tmp_path, ["b"], report)
-    question.keep(tmp_path, ["dense", "a"], report)
+    question.keep(tmp_path, ["dense", "a"])
     assert json.loads((tmp_path / QUESTION).read_text())["models"].keys() == {"dense", "a"}
     (tmp_path / report).write_text("{}")
     question.check(tmp_path, report)
-    question.keep(tmp_path, ["more"], report)
+    question.keep(tmp_path, ["more"])
     fewer = dataclasses.replace(question, models={"dense": {"is_trained": True}, "more": {"is_trained": True}})
     with pytest.raises(FolderTakenError, match="models a: measured there, left out now"):
         fewer.check(tmp_path, report)
+
+
+def test_what_two_programs_recorded_before_there_is_a_table_stays(tmp_path: Path) -> None:
+    models = {name: {"is_trained": True, "weights": "1" * 8} for name in ("dense", "a", "b")}
+    question = Question({}, 1, models)
+    question.begin(tmp_path)
+    # One of them is ahead in one model, the other in another.
+    question.keep(tmp_path, ["b"])
+    question.keep(tmp_path, ["dense", "a"])
+    (tmp_path / "seed0").mkdir()
+    for name in models:
+        others = {**models, name: {"is_trained": True, "weights": "2" * 8}}
+        with pytest.raises(FolderTakenError, match=f"has the model '{name}', which was trained from other weights"):
+            Question({}, 1, others).check(tmp_path)
 
 
 def test_a_study_of_other_files_takes_no_table(tmp_path: Path) -> None:
