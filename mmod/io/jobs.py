@@ -97,9 +97,9 @@ class Runner:
                 bar.begin(index)
                 try:
                     result = do(jobs[index], partial(bar.update, index))
-                except LockedError:
+                except LockedError as error:
                     waiting.append(index)
-                    self._put_off(jobs[index])
+                    self._put_off(jobs[index], error)
                     continue
                 bar.update(index, 1.0)
                 yield jobs[index], result
@@ -132,9 +132,9 @@ class Runner:
                         index = running.pop(future)
                         try:
                             result = future.result()
-                        except LockedError:
+                        except LockedError as error:
                             waiting.append(index)
-                            self._put_off(jobs[index])
+                            self._put_off(jobs[index], error)
                             continue
                         bar.update(index, 1.0)
                         yield jobs[index], result
@@ -149,10 +149,10 @@ class Runner:
             raise
         pool.shutdown()
 
-    def _put_off(self, job: Job) -> None:
-        """Say once that another program does a job, and give it a moment."""
+    def _put_off(self, job: Job, error: LockedError) -> None:
+        """Say once which lock keeps a job waiting, and give it a moment."""
         if job not in self.put_off:
-            self.say(f"{job}: another program does it, so that others go first")
+            self.say(f"{job}: {error}. Until then others go first")
             self.put_off.append(job)
         time.sleep(_PAUSE)
 

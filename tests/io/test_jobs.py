@@ -108,7 +108,7 @@ def test_a_run_that_another_program_does_comes_after_the_others_and_before_what_
     assert sorted(done) == sorted(starts)
     # It is done only once "last" is, and two that end together come in any order.
     assert done.index("taken") < done.index("after")
-    assert capsys.readouterr().out.count("taken, seed 0: another program does it") == 1
+    assert capsys.readouterr().out.count("taken, seed 0: another process is writing. Until then others go") == 1
 
 
 def test_a_run_that_fails_ends_the_study_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

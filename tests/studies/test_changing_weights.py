@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmod.cli import main
-from mmod.io.files import locked
+from mmod.io.files import LockedError, locked
 from mmod.io.jobs import Job, Runner
 from mmod.io.records import FolderTakenError
 from mmod.io.store import STORE
@@ -118,8 +118,10 @@ def test_a_study_goes_on_with_other_runs_where_another_program_does_one(
     with ExitStack() as other:
         other.enter_context(locked(runs / "norm-0.5", wait=False))
 
-        def end(runner: Runner, job: Job) -> None:
+        def end(runner: Runner, job: Job, error: LockedError) -> None:
             assert job.name == "norm-0.5"
+            # Which lock it is, so that nobody waits for one that nobody gives back.
+            assert str(runs / "norm-0.5") in str(error)
             if is_finished(runs / "stride-0.5"):
                 other.close()
 
