@@ -68,17 +68,20 @@ def open_checked(
     `max_length`.
 
     Args:
-        prompts: Only prompts are encoded, which are not cut.
+        prompts: Only prompts are encoded, which are not cut: of images, headers are read alone.
 
     Raises:
         CorruptDataError: A conversation cannot be read or encoded, and `config.on_corrupt` is "raise".
         ValueError: No conversation is left, or the chat template asks by other tokens than it trains.
     """
     chats = open_conversations(source, config, progress)
-    faults = _foreign_tokens(chats, collator.processor)
-    if not prompts:
+    if prompts:
+        sizes = _read_sizes(chats, progress)
+        faults = {index: reason for index, reason in sizes if isinstance(reason, str)}
+    else:
         folder = Path(config.root or Path(source).parent)
-        faults = {**_kept_check(chats, collator, folder, progress), **faults}
+        faults = _kept_check(chats, collator, folder, progress)
+    faults |= _foreign_tokens(chats, collator.processor)
     for index, reason in sorted(faults.items()):
         key = chats.record(index)["key"]
         chats.report.add([Fault(source, f"conversation {index}, {key!r}", reason)])

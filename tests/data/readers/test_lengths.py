@@ -300,6 +300,13 @@ def test_images_whose_size_the_processor_refuses_are_faults(limit: int | None, t
     assert [checked.record(index)["key"] for index in range(len(checked))] == ["a"]
     assert ["size of an image" in fault.reason for fault in checked.report.faults] == [True, False]
     assert "aspect ratio" in str(checked.report)
+    # Questions are asked of files that can be read at all.
+    asked = open_checked(str(path), SKIP, ChatCollator(qwen()), prompts=True)
+    assert [asked.record(index)["key"] for index in range(len(asked))] == ["a", "long"]
+    with pytest.raises(
+        CorruptDataError, match=r"conversation 0, 'bad'.*the size of an image of 8 bytes cannot be read"
+    ):
+        open_checked(str(path), ConversationsConfig(), ChatCollator(qwen()), prompts=True)
 
 
 def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
