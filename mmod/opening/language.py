@@ -80,9 +80,13 @@ def open_processor(source: str | Path, **args: object) -> Any:
     check_source(source, owned=False)
     try:
         return AutoProcessor.from_pretrained(source, **args)
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{str(source)!r} is no processor, neither a folder here nor on the hub: {reason}") from error
+    except (OSError, ValueError) as error:
+        # The first sentence: others advise what transformers alone would need.
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(" :")
+        fault = "is no processor on the hub"
+        if Path(source).is_dir():
+            fault = f"holds no whole processor: save it there too, `processor.save_pretrained({str(source)!r})`"
+        raise ValueError(f"{str(source)!r} {fault}: {reason}") from error
 
 
 def open_tokenizer(folder: str | Path) -> tuple[object, int]:

@@ -175,7 +175,7 @@ def check_source(source: str | Path, *, owned: bool = True) -> None:
     if path.exists():
         return
     near = near_paths(path, folders=True)
-    is_name = len(path.parts) == 2 and path.parts[0] not in ("..", "~", path.anchor, _RUNS)
+    is_name = len(path.parts) == 2 and ":" not in str(path) and path.parts[0] not in ("..", "~", path.anchor, _RUNS)
     if len(path.parts) == 1 and not owned:
         is_name = not near
     if not is_name:

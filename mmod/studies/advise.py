@@ -114,7 +114,11 @@ def _check_files(options: argparse.Namespace) -> None:
         elif is_path and not path.exists():
             raise FileNotFoundError(f"no run or model at {options.model!r}{near_paths(path)}")
         elif options.prompts is not None:
-            check_source(options.model)
+            try:
+                check_source(options.model)
+            except FileNotFoundError as error:
+                hint = "leave out --prompts for a model of timm or open_clip, which reads none"
+                raise FileNotFoundError(f"{error}; {hint}") from error
         check_at_rest(options.model)
         check_holds_work(options.model)
     with missing.collected():

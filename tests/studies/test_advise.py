@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_image_model("vit").save_pretrained(root / "unprepared")
     mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), mmod.lab.Recursions()), root / "shared")
     make_prompts(root)
+    # Without all that prepares inputs, and without what splits text alone.
+    for name, lost in (("unasked", "[!cm]*"), ("silent", "token*")):
+        shutil.copytree(root / "llava", root / name)
+        for file in (root / name).glob(lost):
+            file.unlink()
     text = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     LlamaForCausalLM(text).save_pretrained(root / "text")
     return root
@@ -326,10 +332,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llava --images images", "'llava' is a language model, which continues text: name a file .* by --prompts"),
         ("text --images images", "'text' is a language model, which continues text: use mmod.search_plan"),
         ("vit --prompts questions.json", "ViTImageProcessor has no fast tokenizer .*: name a vision-language model"),
-        ("test_vit --prompts questions.json", "there is no folder 'test_vit' here; a model of the hub is OWNER/NAME"),
         (
-            "open_clip:ViT-B-32 --prompts questions.json",
-            "there is no folder 'open_clip:ViT-B-32' here; a model",
+            "test_vit --prompts questions.json",
+            "no folder 'test_vit' here; .* leave out --prompts for a model of timm or",
+        ),
+        ("open_clip:ViT-B-32 --prompts questions.json", "no folder 'open_clip:ViT-B-32' here; .* leave out --prompts"),
+        ("hf-hub:timm/vit --prompts questions.json", "no folder 'hf-hub:timm/vit' here; .* leave out --prompts"),
+        (
+            "unasked --prompts questions.json",
+            r"'unasked' holds no whole processor: save it there .*\('unasked'\)`: Can't",
+        ),
+        (
+            "silent --prompts questions.json",
+            "'silent' holds no whole processor: .*: Couldn't instantiate the .* from one",
         ),
         ("llava --prompts missing.json", r"--prompts 'missing\.json' is no file"),
         ("llava --prompts question.json", r"--prompts 'question\.json' is no file; near ones: questions\.json"),
