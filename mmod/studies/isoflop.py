@@ -62,7 +62,6 @@ _COLUMNS: dict[str, Column] = {
     "agreement": ("alike", ".3f"),
     "difference": ("to the first", ""),
 }
-_REPORT = "isoflop.json"
 # The negative loss, so that more is better.
 _GAIN = "gain"
 
@@ -170,7 +169,7 @@ def run_isoflop(config: IsoflopConfig, *, command: str = "", progress: bool = Tr
     store = Store(folder / STORE)
     # Of other rates, another one may be the best.
     question = question_of({"kind": "isoflop", "rates": sorted(config.rates)}, runs)
-    question.begin(folder, _REPORT)
+    question.begin(folder)
     # The results of this seed are not reported. Of equal losses the lowest rate is taken.
     rates = Rates(sorted(config.rates), _GAIN, _gain, folder / "rates", seed=config.seeds)
     table = Table()

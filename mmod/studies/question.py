@@ -22,8 +22,8 @@ from mmod.training.engine.run_folder import read_files
 
 _TRAINED = "is_trained"
 _DATA = "data"
-REPORT = "tradeoff.json"
-"""The file of a study's folder that says that there is a table."""
+# Of these files, each says that its folder has the table of a study.
+_TABLES = ("tradeoff.json", "isoflop.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,31 +40,28 @@ class Question:
     # Keys of runs that change no figure, such as the device.
     free_keys: Collection[str] = ()
 
-    def begin(self, folder: Path, report: str = REPORT) -> None:
+    def begin(self, folder: Path) -> None:
         """Check a folder, and record what its first result will answer: a stopped start may leave one and no table."""
         # Several programs may begin at once.
         with locked(folder / QUESTION, wait=True):
-            self.check(folder, report)
+            self.check(folder)
             answered = answered_by(folder)
             # What others have recorded of their models stays.
             if answered is None or not answered["models"]:
                 self.keep(folder, ())
 
-    def check(self, folder: Path, report: str = REPORT) -> None:
+    def check(self, folder: Path) -> None:
         """Raise a FolderTakenError if a folder has the table of another study, more models or seeds, or other data.
 
         And if, before it has a table, models in it were trained from other weights.
-
-        Args:
-            report: The file that says that there is a table.
         """
         answered = answered_by(folder)
         # A start that was stopped before its first result leaves the question and its lock alone.
         results = [path for path in folder.glob("[!.]*") if path.name != QUESTION]
         if answered is not None and results:
             self._check_data(folder, answered)
-        table = folder / report
-        if not table.exists():
+        table = next((folder / name for name in _TABLES if (folder / name).exists()), None)
+        if table is None:
             self._check_weights(folder, answered)
             return
         advice = "which this one would replace: name another folder, --output FOLDER, or remove the table"

@@ -165,11 +165,11 @@ def test_a_study_that_was_interrupted_as_it_went_on_still_answers_for_its_table(
     question.keep(tmp_path, ["dense", "a"])
     assert json.loads((tmp_path / QUESTION).read_text())["models"].keys() == {"dense", "a"}
     (tmp_path / report).write_text("{}")
-    question.check(tmp_path, report)
+    question.check(tmp_path)
     question.keep(tmp_path, ["more"])
     fewer = dataclasses.replace(question, models={"dense": {"is_trained": True}, "more": {"is_trained": True}})
     with pytest.raises(FolderTakenError, match="models a: measured there, left out now"):
-        fewer.check(tmp_path, report)
+        fewer.check(tmp_path)
 
 
 def test_what_two_programs_recorded_before_there_is_a_table_stays(tmp_path: Path) -> None:
