@@ -134,8 +134,7 @@ def _named(name: str, options: Options) -> Opened:
 def _folder(folder: Path, options: Options) -> Opened:
     """Open the model that a folder describes."""
     if (folder / CONFIG).is_file():
-        options.refuse(repr(str(folder)), "checkpoint", "image_size")
-        options.refuse_random(folder)
+        options.refuse(repr(str(folder)), "checkpoint", "image_size", "pretrained")
         opened = _module(load_pretrained(folder, **options.args))
         # open_clip's preprocessing is saved with the model.
         if find_library(opened.model) == "open_clip":
@@ -186,7 +185,7 @@ def _run(run: Path, path: Path, options: Options) -> Opened:
     if folder is not None:
         opened = _folder(folder, options)
     else:
-        options.refuse_random(path, "weights of a run")
+        options.refuse(repr(str(path)), "pretrained")
         opened = import_path(f"{_RUNS}:open_checkpoint")(run, path, options.args)
     is_final = folder == run / FINAL_MODEL
     name = f"the weights {path} of the run {run}"

@@ -85,17 +85,10 @@ class Options(NamedTuple):
 
     def refuse(self, subject: str, *names: str) -> None:
         """Raise a ValueError if one of the named options is given for a model with its own weights and image size."""
-        given = [name for name in names if getattr(self, name) not in (None, {})]
+        given = [name for name in names if getattr(self, name) != self._field_defaults[name]]
         if given:
-            raise ValueError(f"{subject} has its own weights and size of images: leave out {given[0]}")
-
-    def refuse_random(self, path: str | Path, what: str = "a model that methods changed") -> None:
-        """Raise a ValueError for random weights of a model that comes with its own; `what` says of which kind it is."""
-        if not self.pretrained:
-            raise ValueError(
-                f"{str(path)!r} holds {what}: it is taken with its weights (model.pretrained true); for another one "
-                "name the dense model"
-            )
+            advice = "set pretrained to true" if given[0] == "pretrained" else f"leave out {given[0]}"
+            raise ValueError(f"{subject} has its own weights and size of images: {advice}")
 
 
 class Opened(NamedTuple):

@@ -68,8 +68,7 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
 
     described = read_json_object(Path(folder) / _CONFIG)
     if KEY in described:
-        options.refuse_random(folder)
-        options.refuse(repr(str(folder)), "args")
+        options.refuse(repr(str(folder)), "args", "pretrained")
         return load_pretrained(folder).float().train()
     named = _by_fields(options.args)
     if described["model_type"] == "timm_wrapper":

@@ -378,7 +378,7 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     ),
     "random weights of a saved model": (
         lambda folder: open_model(write_saved(folder, mmod.methods.Merge(r=1)), pretrained=False),
-        "it is taken with its weights",
+        "has its own weights and size of images: set pretrained to true",
     ),
     "arguments that change the weights of a saved model": (
         lambda folder: open_model(write_saved(folder, mmod.methods.Merge(r=1)), args={"num_classes": 7}),
