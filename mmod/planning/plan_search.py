@@ -82,14 +82,21 @@ class BlockCosts:
         """Minimum share of the dense model's cost: the cheapest option in every block."""
         return 1 - sum(dense - min(dense, *row) for dense, row in zip(self.dense, self.options)) / self.total
 
-    def check(self, budget: float) -> None:
-        """Raise a ValueError unless some plan has this share of the dense model's cost, or less."""
+    def check(self, budget: float, milliseconds: bool = False) -> None:
+        """Raise a ValueError unless some plan has this share of the dense model's cost, or less.
+
+        Args:
+            milliseconds: Costs are times, in which the budget was asked for.
+        """
         check_value("budget", budget, float)
-        if not self.least_share <= budget < 1:
-            raise ValueError(
-                f"budget must lie in [{self.least_share:.4f}, 1) of the dense model's {self.total:.4g}, the range of "
-                f"these options, got {brief(budget)}"
-            )
+        if self.least_share <= budget < 1:
+            return
+        valid = f"[{self.least_share:.4f}, 1) of the dense model's {self.total:.4g}"
+        given = brief(budget)
+        if milliseconds:
+            valid = f"[{self.least_share * self.total:.4g}, {self.total:.4g}) milliseconds"
+            given = f"{budget * self.total:.4g}"
+        raise ValueError(f"budget must lie in {valid}, the range of these options, got {given}")
 
     def timed(self, dense: float, shares: Sequence[float]) -> BlockCosts:
         """Return milliseconds: the time that an option saves is split over blocks by the FLOPs that it saves.

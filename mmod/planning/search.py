@@ -147,7 +147,7 @@ def search_plan(
         if cost == "milliseconds":
             costs = costs.timed(*stopwatch(model, part, example)(configs))
             budget = budget / costs.total
-        costs.check(budget)
+        costs.check(budget, cost == "milliseconds")
         read = chain([first], map(lengths.noted, reading))
         scores, table = _scores(measure, read, (None,) * len(stack.blocks), chosen, score)
         # Prompts of later batches may be longer.
