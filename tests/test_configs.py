@@ -12,8 +12,8 @@ from PIL import Image
 import mmod
 from mmod.data.loader import _transform
 from mmod.training import TrainConfig
-from mmod.training.image.kind import open_start
 from mmod.training.image.preflight import check_input
+from mmod.training.image.preparation import open_start
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cifar", "digits", "fashion", "imagenet", "patches")
@@ -25,8 +25,9 @@ def test_config_builds_and_routes_its_model(path: Path) -> None:
     config = TrainConfig.load(path)
     assert config.output == f"runs/{path.parent.name}/{path.stem}"
     with torch.device("meta"):
-        model = open_start(config.model, weights=False)
-    check_input(model, config.data, config.model.pretrained)
+        opened = open_start(config.model, weights=False)
+    check_input(opened, config.data, config.model.pretrained)
+    model = opened.model
     routing = config.image_routing
     if routing is not None:
         mmod.route_(model.train(), routing)

@@ -11,6 +11,8 @@ from mmod.values import Checked, one_of
 
 EMBEDDED = ("digits", "crowds")
 """Embedded image sets, built on demand."""
+PREPARATION = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
+"""Keys of `DataConfig` that say how images are prepared for evaluation; None leaves them to the model."""
 _TORCHVISION = (
     *("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "inaturalist", "inat", "places365"),
     "imagenet",
@@ -106,12 +108,15 @@ class DataConfig(StreamConfig, SourceConfig):
         val_limit: Number of evaluation images, drawn in the same way.
         image_size: Side of an image, in pixels.
         channels: 1 (grey) or 3 (RGB).
-        mean: Mean per channel. Defaults: the digits' for embedded sets, ImageNet's for 3 channels, 0.5 for 1.
-        std: Standard deviation per channel, of pixels in [0, 1]; defaults as for `mean`.
+        mean: Mean per channel. None takes what the model that a run starts from wants, which the run records: that of
+            its own run or saved folder, else timm's for its name. Embedded sets have their own, and grey images 0.5.
+        std: Standard deviation per channel, of pixels in [0, 1]; None as for `mean`.
         augment: Augmentation of training images; None resizes and crops them as for evaluation.
-        crop_pct: Share of the resized image that the evaluation crop keeps. Set 1 for images that already have
-            `image_size`. Embedded sets are never cropped.
-        interpolation: Interpolation of the evaluation resize.
+        crop_pct: Share of the resized image that the evaluation crop keeps; None as for `mean`, 0.875 for grey images.
+            Set 1 for images that already have `image_size`. Embedded sets are never cropped.
+        crop_mode: How the evaluation resizes: "center" the shorter side, "border" the longer one, "squash" both; None
+            as for `mean`.
+        interpolation: Interpolation of the evaluation resize; None as for `mean`.
         options: Further arguments of `timm.data.create_dataset` for "torch/NAME", such as `download`.
         classes: File with the names of the model's classes in the order of its outputs, one per line or as JSON. The
             names of the data are matched to them. None numbers the training classes in the order of their names. Set
@@ -135,8 +140,9 @@ class DataConfig(StreamConfig, SourceConfig):
     mean: tuple[float, ...] | None = None
     std: Annotated[tuple[float, ...] | None, "(0, 1]"] = None
     augment: AugmentConfig | None = None
-    crop_pct: Annotated[float, "(0, 1]"] = 0.875
-    interpolation: Annotated[str, _INTERPOLATIONS] = "bicubic"
+    crop_pct: Annotated[float | None, "(0, 1]"] = None
+    crop_mode: Literal["center", "border", "squash"] | None = None
+    interpolation: Annotated[str | None, _INTERPOLATIONS] = None
     options: dict[str, Any] = field(default_factory=dict)
     classes: str | None = None
     columns: tuple[str, str] = ("image", "label")

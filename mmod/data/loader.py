@@ -41,6 +41,8 @@ Tokenizer = Callable[[list[str]], Tensor]
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
 _DIGITS_MEAN = 0.094
 _DIGITS_STD = 0.22
+# Where neither a config nor a model says it.
+_CROP_PCT = 0.875
 
 
 def image_stream(
@@ -80,7 +82,7 @@ def image_stream(
         model = ModelClasses(read_classes(config.classes), config.classes)
     # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
     if in_memory is None:
-        in_memory = _is_embedded(config) and config.augment is None
+        in_memory = is_embedded(config) and config.augment is None
     # Before the source: a wrong augmentation is said before a set is built or indexed.
     transform = _transform(config, training, normalise=not in_memory)
 
@@ -111,7 +113,8 @@ def image_stream(
     reader: ImageReader | MemoryReader
     reader = ImageReader(source, mode, transform, replace=training)
     if in_memory:
-        mean, std = normalisation(config)
+        fields = evaluation_fields(config)
+        mean, std = torch.tensor(fields["mean"]), torch.tensor(fields["std"])
         reader = MemoryReader(reader, mean, std, _shared_images(config, split, limit))
 
     name = f"the split {split!r} of {config.source!r}"
@@ -120,10 +123,10 @@ def image_stream(
 
 def _shared_images(config: DataConfig, split: str, limit: int | None) -> Decoded:
     """Return where a stream keeps decoded images, which streams of the same images of an embedded set share."""
-    if not _is_embedded(config):
+    if not is_embedded(config):
         return Decoded()
     folder = Path(config.root or "").resolve()
-    as_decoded = (config.image_size, config.channels, config.interpolation)
+    as_decoded = (config.image_size, config.channels, evaluation_fields(config)["interpolation"])
     return _decoded(folder, config.label_patch, config.source, split, limit, *as_decoded)
 
 
@@ -138,7 +141,8 @@ def _decoded(*_: Hashable) -> Decoded:
 
 def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
     """Warn if the first image already has the target size, because the evaluation crop would then cut its margins."""
-    if _crop_pct(config) == 1:
+    crop_pct = evaluation_fields(config)["crop_pct"]
+    if crop_pct == 1:
         return
     try:
         size = source.read(0, "RGB")[0].size
@@ -148,7 +152,8 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
     if size == (config.image_size, config.image_size):
         warn_once(
             f"images of {config.source!r} have data.image_size={config.image_size} already: "
-            f"data.crop_pct={config.crop_pct:g} enlarges them and crops their margins; set it to 1 to avoid that",
+            f"data.crop_pct={crop_pct:g} enlarges them and crops their margins; it is the model's unless a config sets "
+            "it: set it to 1 to avoid that",
             about=config.root,
         )
 
@@ -158,7 +163,7 @@ def _create_source(
 ) -> DrawnSource | ShardSource | MapSource | FolderSource | TimmSource:
     source, _, argument = config.source.partition(":")
     target = CLASS if config.label_patch is None else label_map(config.label_patch)
-    if _is_embedded(config):
+    if is_embedded(config):
         difficulty = argument or "default"
         side = SETS[source].config(difficulty).canvas
         if config.image_size > side:
@@ -183,7 +188,8 @@ def _create_source(
     return TimmSource(config.source, config.root, split, config.options, model)
 
 
-def _is_embedded(config: DataConfig) -> bool:
+def is_embedded(config: DataConfig) -> bool:
+    """Return whether the images are those of an embedded set."""
     return config.source.partition(":")[0] in EMBEDDED
 
 
@@ -199,28 +205,30 @@ def scenes_of(config: DataConfig) -> list[DigitScene]:
     return [scenes[int(place)] for place in spread([scene.label for scene in scenes], config.val_limit)]
 
 
-def normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:
-    """Return the mean and standard deviation of the normalisation, per channel (C)."""
+def evaluation_fields(config: DataConfig) -> dict[str, Any]:
+    """Return the arguments of timm's `create_transform` that prepare images for evaluation.
+
+    Runs fill in what their model wants, see `mmod.training.image.preparation`; what is left open is ImageNet's here.
+    """
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-    if _is_embedded(config):
+    crop_pct = config.crop_pct or _CROP_PCT
+    # Label maps are not cropped, so their images must not be cropped either.
+    if is_embedded(config) or config.label_patch is not None:
+        crop_pct = 1.0
+    if is_embedded(config):
         mean, std = (_DIGITS_MEAN,) * config.channels, (_DIGITS_STD,) * config.channels
     elif config.channels == 3:
         mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     else:
         mean, std = (0.5,), (0.5,)
-    return torch.tensor(config.mean or mean), torch.tensor(config.std or std)
-
-
-def evaluation_fields(config: DataConfig) -> dict[str, Any]:
-    """Return the arguments of timm's `create_transform` that prepare images for evaluation."""
-    mean, std = normalisation(config)
     return {
         "input_size": (config.channels, config.image_size, config.image_size),
-        "mean": tuple(mean.tolist()),
-        "std": tuple(std.tolist()),
-        "crop_pct": _crop_pct(config),
-        "interpolation": config.interpolation,
+        "mean": tuple(config.mean or mean),
+        "std": tuple(config.std or std),
+        "crop_pct": crop_pct,
+        "crop_mode": config.crop_mode or "center",
+        "interpolation": config.interpolation or "bicubic",
     }
 
 
@@ -229,7 +237,7 @@ def _transform(config: DataConfig, training: bool, normalise: bool = True) -> Tr
 
     fields = evaluation_fields(config)
     augment = config.augment if training else None
-    chosen = {name: fields.pop(name) for name in ("crop_pct", "interpolation")}
+    chosen = {name: fields.pop(name) for name in ("crop_pct", "crop_mode", "interpolation")}
     if augment is not None:
         chosen = asdict(augment)
     try:
@@ -239,13 +247,6 @@ def _transform(config: DataConfig, training: bool, normalise: bool = True) -> Tr
         raise ValueError(
             f"timm creates no transform with {', '.join(texts)}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _crop_pct(config: DataConfig) -> float:
-    # Label maps are not cropped, so their images must not be cropped either.
-    if _is_embedded(config) or config.label_patch is not None:
-        return 1.0
-    return config.crop_pct
 
 
 def pairs_stream(

@@ -46,7 +46,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     runs = Comparison(candidates=[Candidate(DENSE)], dense=config).checked_runs()
     runner = Runner(progress=False)
     table = Table()
-    with _batches_of(config) as batches:
+    with _batches_of(kind_of(config)) as batches:
         measurer = Measurer(partial(_evaluated, batches, progress), Store(), starting_weights(runs))
         for run in compare(table, [runs], measurer, runner):
             model = measurer.final(run)
@@ -59,13 +59,12 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
 
 
 @contextmanager
-def _batches_of(config: RunConfig) -> Iterator[BatchStore]:
+def _batches_of(kind: Kind) -> Iterator[BatchStore]:
     """Context with the store of an evaluation's batches, which goes once the evaluation ends without an error."""
-    device = str(device_of(kind_of(config)))
-    identity = {"work": "evaluated batches", **identity_of(config), "device": device}
+    identity = {"work": "evaluated batches", **identity_of(kind.config), "device": str(device_of(kind))}
     # Evaluations of one run on several sets may go on at once: each has a file of its own.
     name = key_of(identity)
-    output = Path(config.output).absolute()
+    output = Path(kind.config.output).absolute()
     # In a folder that exists, so that none is left; hidden, so that it keeps no run out of the folder.
     folder = next(place for place in (output, *output.parents) if place.is_dir())
     file = OptionalStore(folder / f".evaluate-{name[:8]}.jsonl", _ANEW)

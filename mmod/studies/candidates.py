@@ -6,7 +6,8 @@ from `Study.config` by what does that.
 A run gets its training config in these steps, each over the one before:
 
 1. the file or run that `dense` names, and the keys beside its `base` (`_read_dense`);
-2. the study's `changes`, and what its kind sets (`StudyConfig.fields_of_dense`): that is the dense model's config;
+2. the study's `changes`, and what its kind sets (`StudyConfig.fields_of_dense`): that is the dense model's config, in
+   which its kind sets how its model wants images prepared;
 3. of fine-tuning, `finetune` and the weights of the dense model, in place of its `checkpoint`, `pretrained` and `head`
    (`training_configs`); a model from scratch has no weights instead;
 4. the candidate's `routing` or `methods`, then its `changes`, and its `image_size` as the keys that have it in its kind
@@ -36,10 +37,11 @@ from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.analysis import flops
 from mmod.analysis.counting import by_data, pass_flops
 from mmod.analysis.table import DENSE
+from mmod.data.config import PREPARATION
 from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.methods import METHODS, read_method
 from mmod.methods.resolve import resolve_routing
-from mmod.opening.runs import RUN_CONFIG, find_run, read_run_config
+from mmod.opening.runs import RUN_CONFIG, find_run, model_folder, read_run_config
 from mmod.plain import from_plain, without
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
@@ -112,11 +114,12 @@ def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
     kind_config = config_class(config.run_kind)
     fields = config.fields_of_dense(_read_dense(config.dense, config.run_kind))
-    dense = from_plain(kind_config, fields, "dense")
-    start = fields
+    # All models made from it see images as it wants them.
+    dense = kind_of(from_plain(kind_config, fields, "dense")).config
+    start = dense.as_written()
     if config.train_dense:
         # Fine-tuning starts from the trained dense model, whatever the dense config starts from.
-        start = {**fields, "model": as_trained(dense).as_written()["model"]}
+        start["model"] = as_trained(dense).as_written()["model"]
     try:
         tuned = from_plain(kind_config, merged(start, config.finetune), "finetune")
     except ValueError as error:
@@ -191,7 +194,11 @@ def baseline(plain: Candidate, settings: Mapping[str, Any]) -> Candidate:
             # In place of the dense model's weights, wherever these come from.
             model = {**merged(shape, settings), "pretrained": False, "head": None}
             del model["kind"]
-            return dataclasses.replace(plain, changes=merged({"model": model}, plain.changes))
+            changes: dict[str, object] = {"model": model}
+            if run is not None or model_folder(settings["checkpoint"]):
+                # It says itself how its images are prepared.
+                changes["data"] = dict.fromkeys(PREPARATION)
+            return dataclasses.replace(plain, changes=merged(changes, plain.changes))
         return _from_scratch(plain, {"model": {"args": settings["args"]}})
     method = without(settings, ("routing",))
     fixed = {key: value for key, value in method.items() if value != FIT}

@@ -137,7 +137,6 @@ def _describe(study: Study) -> Facts:
         if len(sample) == _MEASURED:
             # Advice takes images at equal distances.
             images += "; another sample, such as that of advice, differs by a few %"
-    # Advice on a model by its name prepares images as the library does.
     preprocessing = Preprocessing(evaluation_fields(data), "of this study")
     return {"images": [f"{images}.", str(preprocessing)]}
 

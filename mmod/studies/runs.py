@@ -240,7 +240,8 @@ def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool, is_tuned
     return Run(
         name=candidate.name,
         seed=run_config.seed,
-        training=run_config,
+        # A model of its own may want images in another way.
+        training=kind_of(run_config).config,
         work=work,
         candidate=candidate,
         is_trained=is_trained,

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str], kind: str) -> None:
     # Before torch is imported. A run that has begun has weights of its own.
     if not holds_work(config.output):
         config.check_weights()
+    # Its images are prepared as the model wants them, which what follows need not find out again.
+    config = kind_of(config).config
     if not dry:
         result = fit(config)
         # It imports torch, which `--help` answers without.

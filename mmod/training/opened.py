@@ -7,26 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mmod.adapters import adapted_model
+from mmod.data.config import PREPARATION, DataConfig
+from mmod.data.loader import evaluation_fields
 from mmod.io.yaml import merged
 from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import RUN_CONFIG, read_run_config, run_classes
 from mmod.opening.weights import load_weights, read_weights
+from mmod.plain import from_plain
 from mmod.training.engine.config import LoopConfig
 from mmod.training.kinds import config_class, kind_of
 
 
 def of_run(opened: Opened, run: Path) -> Opened:
     """Return the model of a run with its preprocessing and the names of its classes."""
-    fields = read_run_config(run)
+    # A user's own config, in a run folder, may leave them out.
+    data = read_run_config(run).get("data") or {}
     classes = run_classes(run)
 
     def prepare() -> object:
-        # A user's own config, in a run folder, may leave them out.
-        data = fields.get("data")
-        images = None if data is None else config_class(fields.get("kind", "image")).image_fields(data)
-        if images is not None:
-            return Preprocessing(images, "of the run")
+        if None not in map(data.get, PREPARATION):
+            return Preprocessing(evaluation_fields(from_plain(DataConfig, data)), "of the run")
         known = opened.preprocessing
         # Of a model that reads text it is a processor.
         if not isinstance(known, Preprocessing):

@@ -42,7 +42,7 @@ from mmod.studies.study import run_study
 from mmod.training.engine import start
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import extract, feature_of, read_features
-from mmod.training.image.kind import open_start
+from mmod.training.image.preparation import open_start
 from tests.kit.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}

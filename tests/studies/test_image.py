@@ -1224,7 +1224,7 @@ def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None
     routers: dict[str, Any] = {"random": {"router": "random"}}
     study = ImageStudyConfig(output=str(tmp_path / "out"), dense=str(run / file), routers=routers, **fields)
     dense, _ = training_configs(study)
-    assert (dense.model.checkpoint, dense.data) == (str(run), trained.data)
+    assert (dense.model.checkpoint, dense.data) == (str(run), kind_of(trained).config.data)
     changed, _ = training_configs(dataclasses.replace(study, dense={"base": study.dense, "data": {"batch_size": 3}}))
     assert changed == dataclasses.replace(dense, data=dataclasses.replace(dense.data, batch_size=3))
     (run / "config.yaml").write_text("kind: chat\noutput: run\nmodel: {name: a}\ndata: {train: b}\nlora: {}\n")

@@ -146,8 +146,8 @@ def test_of_models_that_are_not_trained_only_what_evaluates_them_differs(tmp_pat
     for changes, difference in (
         ({"epochs": 7, "optim": {"lr": 0.5}, "schedule": {"warmup_epochs": 0}}, None),
         (
-            {"epochs": 7, "data": {"crop_pct": 0.5}},
-            r"Differing: model 'dense': data\.crop_pct: 0\.875 there, 0\.5 now$",
+            {"epochs": 7, "data": {"mean": [0.5]}},
+            r"Differing: model 'dense': data\.mean: \[0\.094\] there, \[0\.5\] now$",
         ),
     ):
         changed = dataclasses.replace(study, changes=changes)

@@ -21,6 +21,7 @@ from mmod.io.yaml import merged
 from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import told_start
+from mmod.training.kinds import kind_of
 from mmod.training.pairs.config import TrainConfig as PairsConfig
 from tests.kit.chat_configs import GAMMA, vlm_config
 from tests.kit.engine_worker import MODEL, USAGE, weights
@@ -103,10 +104,10 @@ def test_a_run_that_was_killed_and_stopped_ends_bitwise_as_another(
     saves = {} if kind == "chat" else {"checkpoint_every": 2}
     whole, cut = (MAKE[kind](tmp_path / run, **RUNS[name], **saves) for run in ("whole", "cut"))
     fit(whole, progress=False)
-    assert told_start(cut, 1) == f"{cut.output}: the run would start anew"
+    assert told_start(kind_of(cut).config, 1) == f"{cut.output}: the run would start anew"
     with pytest.raises(KeyboardInterrupt):
         train_until(cut, killed, die)
-    assert told_start(cut, 1) == f"{cut.output}: the run was stopped, and would resume at step 2"
+    assert told_start(kind_of(cut).config, 1) == f"{cut.output}: the run was stopped, and would resume at step 2"
     with pytest.raises(SystemExit) as stop:
         train_until(cut, stopped, partial(signal.raise_signal, signal.SIGTERM))
     assert stop.value.code == 128 + signal.SIGTERM
@@ -116,12 +117,14 @@ def test_a_run_that_was_killed_and_stopped_ends_bitwise_as_another(
     # What is no checkpoint, or was never finished, is not where it goes on.
     for other in ("checkpoint-best", "checkpoint-99"):
         (tmp_path / "cut/checkpoints" / other).mkdir()
-    assert told_start(cut, 1).endswith(f" would resume at step {stopped}")
+    assert told_start(kind_of(cut).config, 1).endswith(f" would resume at step {stopped}")
     with locked(cut.output, wait=False), pytest.raises(LockedError, match="another process is writing"):
-        told_start(cut, 1)
+        told_start(kind_of(cut).config, 1)
     result = fit(cut, progress=False)
     assert not result.reused
-    assert told_start(cut, 1).endswith("the run has finished; its result would be read, and nothing trained")
+    assert told_start(kind_of(cut).config, 1).endswith(
+        "the run has finished; its result would be read, and nothing trained"
+    )
     for folder in ("model", "last")[: 1 + ("ema" in RUNS[name])]:
         left, right = weights(tmp_path / "whole" / folder), weights(tmp_path / "cut" / folder)
         assert left.keys() == right.keys()

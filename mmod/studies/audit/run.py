@@ -56,6 +56,7 @@ _CONFIG = "config.json"
 
 def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
     """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
+    config = kind_of(config).config
     folder = Path(config.output) / "audit"
     result = folder / "audit.json"
     options = config.audit

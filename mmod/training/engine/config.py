@@ -167,15 +167,6 @@ class RunConfig:
         """Passes over the training data; None where a trainer's arguments say how long it trains."""
         return None
 
-    @classmethod
-    def image_fields(cls, data: Mapping[str, object]) -> Mapping[str, object] | None:
-        """Return how images are prepared for evaluation by the fields of `data`; None where the model says it.
-
-        Returns:
-            Arguments of timm's `create_transform`.
-        """
-        return None
-
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts of a model that can be routed; a plan is searched for the first, where a search names no other."""

@@ -14,7 +14,6 @@ from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.io.files import is_of_transformers
 from mmod.opening.runs import LOCAL
-from mmod.plain import from_plain
 from mmod.training.engine import config as engine
 from mmod.training.engine.groups import TeacherConfig
 from mmod.values import Checked, brief
@@ -227,14 +226,6 @@ class TrainConfig(engine.LoopConfig):
     def model_in(cls, folder: str) -> dict[str, object]:
         """Return the fields of `model` that stand for a saved model in a folder, which is a name too."""
         return {"name": folder, "pretrained": True}
-
-    @classmethod
-    def image_fields(cls, data: Mapping[str, object]) -> Mapping[str, object]:
-        """Return how images are prepared for evaluation, which the data say; see `RunConfig.image_fields`."""
-        # It imports readers and torch.
-        from mmod.data.loader import evaluation_fields
-
-        return evaluation_fields(from_plain(DataConfig, data))
 
     def keys_of_size(self, side: int) -> dict[str, object]:
         """Return the keys of the data's images, and of the model that reads them."""

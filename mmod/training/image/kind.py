@@ -25,7 +25,7 @@ from mmod.data.loader import BatchStream, evaluation_fields, image_stream
 from mmod.methods import Method, methods_of
 from mmod.model import set_capacity_
 from mmod.opening.open import open_model
-from mmod.opening.runs import run_classes
+from mmod.opening.runs import find_run, model_folder, run_classes
 from mmod.opening.timm import published_classes
 from mmod.opening.transformers import INTERPOLATIONS, read_state
 from mmod.opening.weights import check_size, converted
@@ -36,9 +36,10 @@ from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, store_
 from mmod.training.engine.kind import ModelInput, device_of
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
-from mmod.training.image.config import ModelConfig, TrainConfig
+from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
-from mmod.training.image.preflight import check_input, check_outputs, check_same_classes
+from mmod.training.image.preflight import check_input, check_normalisation, check_outputs, check_same_classes
+from mmod.training.image.preparation import open_start, wanted_by, with_preparation
 from mmod.training.image.task import ClassificationTask, ElasticTask, create_criterion
 
 
@@ -49,6 +50,10 @@ class ImageKind:
     config: TrainConfig
     result = EvalResult
 
+    def __post_init__(self) -> None:
+        # A frozen dataclass refuses assignments.
+        object.__setattr__(self, "config", with_preparation(self.config))
+
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model, and check that it can read the images."""
         config = self.config.model
@@ -56,14 +61,17 @@ class ImageKind:
         named = ""
         if config.name == self.config.distill.teacher:
             named = "distill.teacher to such a file"
-        model = open_start(config, weights, named)
-        check_input(model, self.config.data, weights and config.pretrained)
-        return model
+        opened = open_start(config, weights, named)
+        check_input(opened, self.config.data, weights and config.pretrained)
+        return opened.model.train()
 
     def load(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
         """Load a checkpoint by timm's names, with a new classifier if the run asks for one; see `LoopKind.load`."""
         is_teacher = methods is None
         is_fresh = not is_teacher and self.config.model.head == "fresh"
+        if is_teacher and (find_run(checkpoint) or model_folder(checkpoint)):
+            fields = wanted_by(open_model(checkpoint))
+            check_normalisation(fields, self.config.data, f"the weights of the teacher {checkpoint!r}")
         adapt = partial(_adapted, checkpoint=checkpoint, is_fresh=is_fresh, is_teacher=is_teacher)
         state = read_state(checkpoint)
         keys = "model.args.img_size and data.image_size"
@@ -189,18 +197,6 @@ class ImageKind:
             save_for_hf(model, str(folder), safe_serialization=True, **described)
 
 
-def open_start(config: ModelConfig, weights: bool = True, or_set: str = "") -> nn.Module:
-    """Open the dense model that a config names, in training mode; without `weights` they are drawn at random.
-
-    Args:
-        or_set: What may be set besides the model, where its published weights are missing.
-    """
-    start = "set model.checkpoint to a file of weights and model.pretrained to false"
-    advice = ", or ".join(filter(None, [start, or_set]))
-    pretrained = weights and config.pretrained
-    return open_model(config.name, pretrained=pretrained, args=config.args, advice=advice).model.train()
-
-
 def _adapted(
     model: nn.Module, state: dict[str, Tensor], checkpoint: str, is_fresh: bool, is_teacher: bool
 ) -> Mapping[str, Tensor]:
@@ -311,9 +307,12 @@ def _save_hf(model: Any, folder: Path, prepared: Mapping[str, Any], numbers: Map
     model.save_pretrained(folder)
     _, height, width = plain["input_size"]
     # The size before the crop, from which the processor cuts the middle.
-    shortest_edge = math.floor(min(height, width) / plain["crop_pct"])
+    side = math.floor(min(height, width) / plain["crop_pct"])
+    size = {"shortest_edge": side}
+    if plain["crop_mode"] == "squash":
+        size = {"height": side, "width": side}
     processor = ViTImageProcessor(
-        size={"shortest_edge": shortest_edge},
+        size=size,
         do_center_crop=True,
         crop_size={"height": height, "width": width},
         resample=INTERPOLATIONS.index(plain["interpolation"]),

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from torch import nn
+from typing import Any
 
 from mmod.adapters import image_facts
 from mmod.data.config import DataConfig
 from mmod.data.labels import Classes
-from mmod.io.files import is_of_transformers
+from mmod.opening.opened import Opened
 from mmod.opening.runs import run_classes
-from mmod.opening.transformers import processor_fields
 from mmod.training.image.config import nearest_multiple
 
 
-def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
+def check_input(opened: Opened, data: DataConfig, pretrained: bool) -> None:
     """Raise a ValueError if a model cannot read the images of `data`."""
+    model = opened.model
     facts = image_facts(model)
     if facts.channels is not None and facts.channels != data.channels:
         raise ValueError(
@@ -45,18 +43,23 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
             "images, one with model.args.global_pool '' patches"
         )
     if pretrained and data.channels == 3:
-        published = getattr(model, "pretrained_cfg", {})
-        name_or_path = getattr(model, "name_or_path", "")
-        if is_of_transformers(name_or_path):
-            published = processor_fields(name_or_path)
-        for name, default in {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}.items():
-            actual = tuple(getattr(data, name) or default)
-            expected = tuple(published.get(name, default))
-            if actual != expected:
-                raise ValueError(
-                    f"the published weights expect images normalised with {name} {list(expected)}, "
-                    f"data gives {list(actual)}; set data.{name} to {list(expected)}"
-                )
+        check_normalisation(opened.preprocessing.fields, data, "the published weights")
+
+
+def check_normalisation(fields: Mapping[str, Any], data: DataConfig, what: str) -> None:
+    """Raise a ValueError if data normalise images in another way than weights expect.
+
+    Args:
+        fields: What the weights expect, arguments of timm's `create_transform`; empty where it is not known.
+    """
+    for name in ("mean", "std"):
+        actual, expected = getattr(data, name), tuple(fields.get(name, ()))
+        # Of grey images, timm's models say nothing.
+        if len(expected) == data.channels and actual not in (None, expected):
+            raise ValueError(
+                f"{what} expect images normalised with {name} {list(expected)}, data gives {list(actual)}; "
+                f"set data.{name} to {list(expected)}"
+            )
 
 
 def check_outputs(classes: Classes, outputs: int | None, *, from_checkpoint: bool) -> None:

@@ -31,7 +31,7 @@ from mmod.training.engine.kind import create, evaluate, load
 from mmod.training.engine.run_folder import told_start
 from mmod.training.image.config import DistillConfig
 from mmod.training.image.kind import ImageKind
-from mmod.training.kinds import estimate
+from mmod.training.kinds import estimate, kind_of
 from tests.kit.folders import stop_behind_a_checkpoint
 from tests.kit.processes import run_processes
 
@@ -184,7 +184,7 @@ def test_a_run_with_other_files_does_not_resume_and_each_way_on_works(trained: P
     assert fit(config, progress=False).reused
     stop_behind_a_checkpoint(tmp_path / "run")
     told = r"training data is no longer .*: (\d+) files, \w{8} then, (\d+) files, \w{8} now\. Restore them, remove '"
-    for goes_on in (partial(fit, config, progress=False), partial(told_start, config, 1)):
+    for goes_on in (partial(fit, config, progress=False), partial(told_start, kind_of(config).config, 1)):
         with pytest.raises(ValueError, match=told) as refusal:
             goes_on()
         found = re.search(told, str(refusal.value))
@@ -195,17 +195,17 @@ def test_a_run_with_other_files_does_not_resume_and_each_way_on_works(trained: P
     # Of training images the names count, and of those of the evaluation the sizes too; wherever they lie.
     bytes_of = image.read_bytes()
     image.write_bytes(bytes_of + b"0")
-    assert "resume at step 1" in told_start(config, 1)
+    assert "resume at step 1" in told_start(kind_of(config).config, 1)
     image.write_bytes(bytes_of)
     (seen, *_) = sorted((data / "val").rglob("*.png"))
     seen.write_bytes(seen.read_bytes() + b"0")
     with pytest.raises(ValueError, match="the evaluation data is no longer"):
-        told_start(config, 1)
+        told_start(kind_of(config).config, 1)
     (tmp_path / "run" / "files.json").unlink()
-    assert "resume at step 1" in told_start(config, 1)
+    assert "resume at step 1" in told_start(kind_of(config).config, 1)
     # Without a checkpoint nothing goes on.
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert "start anew" in told_start(config, 1)
+    assert "start anew" in told_start(kind_of(config).config, 1)
     assert fit(config, progress=False).evaluation == expected.evaluation
 
 
@@ -354,7 +354,7 @@ def test_a_run_with_another_teacher_does_not_resume(trained: Path, tmp_path: Pat
     config = config_of(tmp_path / "run", trained / "data", distill=DistillConfig(str(teacher)))
     fit(config, progress=False)
     stop_behind_a_checkpoint(tmp_path / "run")
-    assert "resume at step 1" in told_start(config, 1)
+    assert "resume at step 1" in told_start(kind_of(config).config, 1)
     teacher.write_bytes(teacher.read_bytes() + b" ")
     with pytest.raises(ValueError, match="the teacher is no longer that with which the run"):
         fit(config, progress=False)

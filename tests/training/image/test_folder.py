@@ -244,7 +244,7 @@ def test_every_weight_that_trains_has_a_gradient(tmp_path: Path) -> None:
 
 def test_images_must_be_as_the_processor_says(images: Path) -> None:
     started = config(images)
-    data = {**started.to_dict()["data"], "mean": None}
+    data = {**started.to_dict()["data"], "mean": [0.485, 0.456, 0.406]}
     with pytest.raises(ValueError, match=r"normalised with mean \[0\.5, 0\.5, 0\.5\].*set data\.mean to"):
         load(ImageKind(config(images, data=data)))
     data = {**started.to_dict()["data"], "image_size": 64}

@@ -23,6 +23,7 @@ import mmod
 from mmod.analysis.evaluations import evaluate_classes
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
+from mmod.opening.opened import Opened
 from mmod.studies.features import classify_patches
 from mmod.training import (
     ClassificationTask,
@@ -243,7 +244,11 @@ def test_images_that_patches_do_not_divide_are_refused(is_strict: bool) -> None:
     # Not by a size of the model's, which would be refused next.
     message = "image_size is 30, which the model's patches of 16 pixels do not divide: take a multiple, such as 32$"
     with pytest.raises(ValueError, match=message):
-        check_input(model, DataConfig(source="folder", root="r", image_size=30, channels=3), pretrained=False)
+        check_input(
+            Opened(model, "of a test"),
+            DataConfig(source="folder", root="r", image_size=30, channels=3),
+            pretrained=False,
+        )
 
 
 @settings(max_examples=25, deadline=None)
