@@ -43,7 +43,7 @@ class SpanPass:
         rows: The rows that the previous block passed on instead of all tokens, or None.
         remaining: The rows that remain where tokens leave for good; None where skipped tokens come back.
         read_B1: The token that the embedding of a caption is read from (B, 1), where a text tower reads one.
-        masks: Which tokens of captions are padding, once a block has asked.
+        masks: Which tokens of captions are padding, once a block has read them.
     """
 
     # Of captions alone: passes of images, which are most, set neither.

@@ -62,7 +62,7 @@ class CorruptReport:
         on_corrupt: "raise" raises the first fault; "skip" counts faults.
         limit: Maximum number of faults that are skipped; None for any number.
         retried: Number of reads of remote files that were repeated.
-        skip: How "skip" is asked for, for messages: a key of configs, or an option of a command.
+        skip: How a user sets "skip", for messages: a key of configs, or an option of a command.
 
     Example:
         >>> report = CorruptReport("skip")

@@ -43,7 +43,7 @@ class Kept(NamedTuple):
         inverse_BN: Slot of each token, -1 for none (B, N), if the selection computed it, else None.
         idle_BK: True at slots of skipped tokens, which run at gate 0 so that the router learns (B, K); None for none.
         image_S: The kept images, if images are kept or skipped as a whole, else None.
-        order_BN: All tokens, the kept ones first, if the selection was asked for them and sorts (B, N), else None.
+        order_BN: All tokens, the kept ones first, where the selection returns them and sorts (B, N), else None.
     """
 
     index_BK: Tensor

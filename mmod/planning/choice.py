@@ -51,7 +51,7 @@ _OF_ANSWERS = ("accuracy", "agreement", "right answers")
 
 @dataclass(frozen=True)
 class AdviceRow:
-    """What a candidate costs and loses beside the dense model, in whose place it may be used.
+    """What a candidate costs and loses against the dense model, in whose place it may be used.
 
     Args:
         name: The candidate's.

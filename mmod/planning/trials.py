@@ -127,8 +127,8 @@ def advise(
               A-MoD, random tokens, equal patches left out, smaller images, ToMe and pruning;
             - for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image tokens
               that late layers do not update, random and evenly spread ones.
-        models: Your own models by name, as they are, beside the candidates, or alone with `candidates=[]`: such as
-            fine-tuned ones, beside a dense model that is tuned alike, or one with fewer blocks. One named "random" is
+        models: Your own models by name, as they are, with the candidates, or alone with `candidates=[]`: such as
+            fine-tuned ones, with a dense model that is tuned alike, or one with fewer blocks. One named "random" is
             the control of those that are routed.
         is_right: Whether a generated answer is right, by its tokens and those of the label; by default, whether they
             are the same.

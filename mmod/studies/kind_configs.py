@@ -29,7 +29,7 @@ class TimmStudyConfig(StudyConfig):
         baselines: Series without a router, as in `{prune: {0.5: {kind: prune, keep: 0.5}}}`: a name, the capacity of
             the routed models to compare it with, and what makes it. That is a method's `kind` and fields, `kind:
             resolution` with an `image_size`, or `kind: smaller` with changed `args` of the model. A smaller model
-            starts from its `checkpoint`, beside which a run needs no `args`. Baselines and series of `routers` may have
+            starts from its `checkpoint`, with which a run needs no `args`. Baselines and series of `routers` may have
             an `image_size`; baselines take `changes` and `tune` as series do. Smaller models without weights, and
             methods that cannot use dense ones, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
@@ -218,7 +218,7 @@ class PairsStudyConfig(StudyConfig):
 
     Args:
         routers: Names of series to the routing of their towers: `{image: {...}, text: {...}}`, with fields of
-            `RoutingConfig`, or `preset: NAME` with changes; beside the towers stand `changes`, `tune` and `budgets`.
+            `RoutingConfig`, or `preset: NAME` with changes; next to the towers stand `changes`, `tune` and `budgets`.
             A series is run once, as it is, if one of its towers sets `capacity`.
     """
 
