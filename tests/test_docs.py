@@ -423,6 +423,18 @@ def test_options_hold_every_key_of_a_command(words: str, capsys: pytest.CaptureF
     assert missing <= {"routing.preset", "routing.PART.preset"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_names_the_options_of_routing_as_a_config_takes_them(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", kind, "--help", "all"])
+    (key,) = re.findall(r"^  (--routing\.\S*capacity)$", capsys.readouterr().out, re.MULTILINE)
+    for part in config_class(kind).parse([KINDS[kind].example]).parts:
+        config = config_class(kind).parse([KINDS[kind].example, key.replace("PART", part), "0.25"])
+        assert (config.routing_parts()[part] or {})["capacity"] == 0.25
+
+
 def messages() -> list[str]:
     """Return all texts in the code of the package, with "…" for what a formatted one fills in."""
     texts = []

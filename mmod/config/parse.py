@@ -184,12 +184,10 @@ def _sections(config_class: type, prefix: str) -> Iterator[str]:
 
 
 def _routing_sections(config_class: type) -> Iterator[str]:
-    routing = typing.get_type_hints(config_class).get("routing")
-    if routing is None:
+    if "routing" not in typing.get_type_hints(config_class):
         return
     # A model of several parts has a routing for each of them.
-    parts = dataclass_in(routing) is not None or dict[str, dict[str, Any]] in typing.get_args(routing)
-    key = "--routing.PART." if parts else "--routing."
+    key = "--routing." if getattr(config_class, "part", "") else "--routing.PART."
     yield _describe(RoutingConfig, key)
     for part, options in {"select": Threshold, "gate": Gate, "skipped": Merged, "language": LanguageRouting}.items():
         yield _describe(options, f"{key}{part}.")
