@@ -63,7 +63,7 @@ def apply_(
 def copy_of(model: Model) -> Model:
     """Return a copy of a model that shares its weights."""
     # With the weights in its memo, the modules alone are copied.
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    shared: dict[int, object] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     copied = copy_modules(model, shared)
     share_proofs(model, copied)
     return copied

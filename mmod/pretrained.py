@@ -304,7 +304,7 @@ def load_transformers(folder: str | Path, *args: object, **options: object) -> A
     return load_adapter("transformers").load(folder, apply_again, *args, **options)
 
 
-def make_transformers(config: object, folder: str | Path, make: Callable[[Any], Any], dense: bool = False) -> Any:
+def make_transformers(config: object, folder: str | Path, make: Callable[[object], Any], dense: bool = False) -> Any:
     """Make a model with random weights from the config of a changed one.
 
     Args:

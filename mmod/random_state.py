@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -54,12 +54,18 @@ class Unfilled(TorchFunctionMode):
     # Those of `torch.nn.init` that are a call of their own, inside which no mode sees what they fill with.
     filling |= {"kaiming_uniform_", "constant_"}
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Return the tensor to be filled, or call the function."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.filling:
             # `torch.nn.init` names its tensor; one that is named in another way is filled.
             filled = args[0] if args else kwargs.get("tensor")
-            if filled is not None and (filled.is_meta or isinstance(filled, nn.Parameter)):
+            if isinstance(filled, Tensor) and (filled.is_meta or isinstance(filled, nn.Parameter)):
                 return filled
         return func(*args, **kwargs)

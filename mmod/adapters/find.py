@@ -8,6 +8,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor, nn
@@ -156,7 +157,7 @@ def _packages(model: nn.Module) -> list[str]:
     return [base.__module__.partition(".")[0] for base in type(model).__mro__]
 
 
-def load_adapter(library: str) -> Any:
+def load_adapter(library: str) -> ModuleType:
     """Return the adapter of a library."""
     return importlib.import_module(f"mmod.adapters.{library}")
 

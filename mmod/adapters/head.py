@@ -96,7 +96,7 @@ class HeadCopy(Added):
         self.copy_modules(self.mod_head.behind)
         self.mod_emptied = False
 
-    def forward(self, x_BND: Tensor, args: tuple[object, ...], kwargs: Arguments) -> Any:
+    def forward(self, x_BND: Tensor, args: tuple[object, ...], kwargs: Arguments) -> object:
         """Return what the model returns for the tokens after a block.
 
         Args:
@@ -220,7 +220,7 @@ class _Trial:
         args, named = split_inputs(inputs)
         self.output = self.model(*args, **named)
 
-    def _pass_on(self, x: Tensor, *args: object, **kwargs: object) -> Any:
+    def _pass_on(self, x: Tensor, *args: object, **kwargs: object) -> object:
         """Run instead of each block: return its tokens, and keep them."""
         self.x = x
         return _as_block(x, self.in_tuple)

@@ -65,7 +65,7 @@ class _FlopCount(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: object,
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
@@ -76,7 +76,7 @@ class _FlopCount(TorchDispatchMode):
             self._memory.follow(result)
         return result
 
-    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    def _compute(self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         # Operators of higher order run whole subgraphs, which no formula of a single operation covers.
         if isinstance(func, HigherOrderOperator) and func not in self._formulas:
             raise ValueError(f"cannot count the FLOPs of {func}, which this model calls")
@@ -279,7 +279,7 @@ def count_pass(
     # The hooks stay: the model is a copy without data, for this count alone.
     for name, block in blocks.items():
 
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = name) -> None:
+        def note(_: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Any], name: str = name) -> None:
             # Hosts may pass the tokens by name, before all else.
             x = next(iter((*args, *kwargs.values())))
             # Towers may run all images as one sequence, without an axis of images.
@@ -385,14 +385,14 @@ def _running_modules(model: nn.Module, running: set[str]) -> Iterator[None]:
 class _WithoutMaps(AttentionIntercept):
     """Replaces attention by its shapes and what it holds."""
 
-    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+    def replace(self, func: Callable[..., Any]) -> Callable[..., object] | None:
         """Leave `torch.nn.MultiheadAttention` alone where it returns its map: its products are counted one by one."""
         if func is not F.multi_head_attention_forward:
             return super().replace(func)
         without_map = super().replace(func)
         assert without_map is not None
 
-        def attend(*args: object, **kwargs: object) -> Any:
+        def attend(*args: object, **kwargs: object) -> object:
             # With its map, attention is computed in parts, and they are counted.
             if kwargs.get("need_weights", True):
                 return func(*args, **kwargs)

@@ -488,7 +488,7 @@ def _shapes(inputs: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape[1:]) for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, Any]:
+def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, object]:
     """Return a model's arguments by name, without data."""
     if isinstance(input_size, Mapping):
         leaves = tree_leaves(dict(input_size))
@@ -517,7 +517,7 @@ def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size
     if channels not in (None, size[0]):
         raise ValueError(f"this {type(model).__name__} cannot take image {tuple(size)}: it reads {channels} channels")
     dtype = next(model.parameters()).dtype
-    inputs = {"image": torch.empty(1, *size, device="meta", dtype=dtype)}
+    inputs: dict[str, object] = {"image": torch.empty(1, *size, device="meta", dtype=dtype)}
     for name, stack in stacks.items():
         if stack.sequence is not None:
             inputs[name] = torch.zeros(1, stack.sequence, dtype=torch.int64, device="meta")

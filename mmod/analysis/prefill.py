@@ -45,7 +45,7 @@ class Prompt:
     text_tokens: Annotated[int, "[0, inf)"]
     image_tokens: Annotated[int | tuple[int, ...], "[0, inf)"] = 0
     protected_tokens: Annotated[int, "[0, inf)"] = 0
-    pixels: Mapping[str, Any] | None = field(default=None, compare=False)
+    pixels: Mapping[str, object] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -57,7 +57,7 @@ GATED = ""
 
 
 def weigh_branch(
-    gate_BK: Tensor | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    gate_BK: Tensor | None, forward: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> object:
     """Run a branch whose output is weighed (B, K) before the residual sum, the first one of a tuple; None for 1."""
     output = forward(*args, **kwargs)
@@ -84,7 +84,7 @@ class Branch(Mixin):
 
     mod_state: BranchState
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Return the module's output."""
         state = self.mod_state
         runner = state.inner.value.runners.get(state.name)
@@ -214,7 +214,7 @@ class SilencedHalves(Halves):
         """Names of the modules that can be silenced."""
         return (*self.attention, *self.mlp)
 
-    def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, object]) -> Tensor:
         """Return tokens (B, N, D) after the block's attention."""
         with running(block.mod_state.inner, self.mlp, expects_batch=False):
             y: Tensor = block.mod_run_host(x_BND, **arguments)

@@ -68,7 +68,7 @@ class Container(Mixin):
         """Return the number of the host's children."""
         return len(self._mod_children())
 
-    def __getitem__(self, index: Any) -> object:
+    def __getitem__(self, index: int | slice) -> object:
         """Return a child of the host, or several as a container of torch's."""
         chosen = self._mod_children()[index]
         if not isinstance(chosen, list):
@@ -101,7 +101,7 @@ def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHE
     if (mixins, host, shell) in _CLASSES:
         return _CLASSES[mixins, host, shell]
 
-    def reduce(self: nn.Module, protocol: Any) -> object:
+    def reduce(self: nn.Module, protocol: int) -> object:
         # A class created at run time cannot be pickled by name.
         reduced = host.__reduce_ex__(self, protocol)
         return (_instance, (mixins, host, shell), *reduced[2:])
@@ -141,7 +141,7 @@ def host_class(module: nn.Module) -> type[nn.Module]:
     return host_of(type(module))
 
 
-def copy_modules(model: Model, memo: dict[int, Any]) -> Model:
+def copy_modules(model: Model, memo: dict[int, object]) -> Model:
     """Return a deep copy of a model.
 
     Args:

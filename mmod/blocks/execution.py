@@ -196,7 +196,7 @@ class OneBranch(Execution):
         self,
         routing: Routing,
         attend_to_all: AttendsToAll | None,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         args: tuple[Any, ...],
         kwargs: Arguments,
     ) -> object:

@@ -80,7 +80,7 @@ class BlockOwner(Mixin):
 
     def mod_run_in_call(
         self, name: str, run: HostMethod, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         """Run a method of the host in a call of the blocks, which ends with it, also after a KeyboardInterrupt."""
         calls = self.mod_owner.calls.value
         outer = calls.running
@@ -200,7 +200,7 @@ def _as_call(converted: type[nn.Module], name: str, host_method: HostMethod) -> 
     """Return the host's method as one that runs in a call of the blocks."""
 
     @functools.wraps(host_method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: object, **kwargs: object) -> object:
         # Who holds the method may call it after the mixin was removed, or on a new object of the class.
         if "mod_owner" not in self.__dict__:
             return host_method(self, *args, **kwargs)

@@ -196,7 +196,7 @@ def as_one_sequence(
     Args:
         filled_BK: The rows of the batch that the sequence has (B, K); None for all.
     """
-    every_row: Any = slice(None)
+    every_row: slice | Tensor = slice(None)
     if filled_BK is not None:
         every_row = filled_BK.flatten()
     z_TD = x_BND.flatten(0, 1)[every_row]
@@ -247,7 +247,7 @@ class FlatBlock(InterceptedBlock):
     attention, expects a batch.
     """
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, *args: object, **kwargs: Any) -> object:
         """Run the host's block."""
         call: CallForm = self.mod_state.call
         windows = kwargs.pop(WINDOWS, None)
@@ -319,7 +319,7 @@ class SegmentsBlock(Mixin):
     Images of one size are a view. Others are padded: padding is hidden from attention, and never kept.
     """
 
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> object:
         """Return the tokens in the host's form, or the rows (B, K, D) that the block passes on."""
         arguments = name_arguments(self.mod_state.call.names, args, kwargs)
         if torch.compiler.is_compiling():

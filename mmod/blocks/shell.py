@@ -46,7 +46,7 @@ def run_inside(
 class InterceptedBlock(Mixin):
     """Inner mixin of a block that takes no mask: a bias of keys is added in its attention, which is intercepted."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, *args: object, **kwargs: Any) -> Any:
         """Return the tokens after the host's block."""
         bias = kwargs.pop(KEY_BIAS, None)
         if bias is None:
@@ -69,7 +69,7 @@ class FormBlock(Mixin):
       None in its place.
     """
 
-    def forward(self, x: Tensor | None = None, *args: object, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor | None = None, *args: object, **kwargs: Any) -> object:
         """Return all tokens in the host's form."""
         call = self.mod_state.call
         tokens: Tensor = kwargs.pop(call.tokens) if x is None else x

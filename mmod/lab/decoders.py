@@ -130,7 +130,7 @@ class _Later:
     behind: int
 
     @property
-    def config(self) -> Any:
+    def config(self) -> object:
         return self.attention.config
 
     @property

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
+from typing_extensions import Self
 
 from mmod.adapters import BlockStack, find_library, find_stack, find_stacks, load_adapter
 from mmod.adapters.tokens import forget, remember
@@ -171,7 +172,7 @@ class Method(Checked, ABC, group="method"):
         """Return whether any of a checkpoint's weights, by name, replaces a dense one."""
         return bool(self.replaces) and any(self.replaces in name for name in names)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
         fields = dataclasses.asdict(self)
         for name, value in fields.items():
@@ -264,7 +265,7 @@ class TrainingOnly(Mixin):
     mod_state_name = "mod_training"
     mod_training: tuple[Method, ...]
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> Self:
         """Set the mode of all modules, and put the methods in place or take them off."""
         super().train(mode)
         self.mod_follow_mode()

@@ -14,6 +14,8 @@ from torch import nn
 from mmod.blocks import is_converted
 from mmod.routing.added import Added
 
+_Hook = Callable[..., object]
+
 
 def refuse_enclosed(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Raise a ValueError before a changed model's `state_dict`, if a model around it saves itself without methods.
@@ -87,7 +89,7 @@ def watch_state(model: nn.Module, changed: bool) -> None:
     _watch(model._load_state_dict_post_hooks, model.register_load_state_dict_post_hook, fill_added, changed)
 
 
-def _watch(hooks: MutableMapping[int, Any], register: Callable[[Any], object], hook: object, changed: bool) -> None:
+def _watch(hooks: MutableMapping[int, _Hook], register: Callable[[_Hook], object], hook: _Hook, changed: bool) -> None:
     # A copy of a model has the same functions.
     present = [key for key, other in hooks.items() if other is hook]
     if not changed:

@@ -157,7 +157,12 @@ def torch_op(
 
 
 def kernel_op(
-    path: str, schema: str, fake: Callable[..., Any], *gradient: Callable[..., Any], **options: Any
+    path: str,
+    schema: str,
+    fake: Callable[..., object],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., object] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> CustomOpDef:
     """Register a torch operation that launches a kernel; other arguments are those of `torch_op`.
 
@@ -174,7 +179,7 @@ def kernel_op(
         getattr(importlib.import_module(f"mmod.ops.triton.{module}"), name)(results, *args)
         return results
 
-    return torch_op(name, schema, launch, fake, *gradient, **options)
+    return torch_op(name, schema, launch, fake, save, backward, flops)
 
 
 @functools.cache

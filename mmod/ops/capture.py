@@ -182,7 +182,7 @@ class capture_inputs(AttentionIntercept):
             raise unseen_attention("tokens cannot be ranked by it")
         return self._row
 
-    def replace(self, func: Callable[..., object]) -> Callable[..., Any] | None:
+    def replace(self, func: Callable[..., Any]) -> Callable[..., object] | None:
         """Read products of queries and keys too."""
         if func in _PRODUCTS:
             return partial(self._multiply, func)
@@ -201,7 +201,7 @@ class capture_inputs(AttentionIntercept):
         """Keep the class token's row of a map."""
         self._row = attention[:, :, 0].mean(dim=1)
 
-    def _multiply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+    def _multiply(self, func: Callable[..., Tensor], *args: object, **kwargs: object) -> object:
         """Keep the keys of a product (B, H, N, N) of queries (B, H, N, E) and keys, transposed except in `einsum`."""
         result = func(*args, **kwargs)
         # The equation of `einsum` is a string, and is left out.

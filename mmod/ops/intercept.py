@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmod.ops.multihead import multihead_attention
 
+Result = TypeVar("Result")
 SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
 # Torch's own function. Libraries put another one in its place for the process, which often calls this one inside.
 SDPA = torch._C._nn.scaled_dot_product_attention
@@ -116,7 +117,7 @@ class AttentionIntercept(TorchFunctionMode):
         self._seen += 1
         return self._seen - 1 in self.cross
 
-    def run(self, forward: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+    def run(self, forward: Callable[..., Result], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Result:
         """Call a function inside the mode.
 
         Raises:
@@ -145,12 +146,12 @@ class AttentionIntercept(TorchFunctionMode):
             self.observe(args[0], result)
         return result
 
-    def _call(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def _call(self, func: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
         # A mode is off while it handles a call. What stands in the place of torch's functions runs as in the host.
         with self:
             return func(*args, **kwargs)
 
-    def replace(self, func: Callable[..., object]) -> Callable[..., Any] | None:
+    def replace(self, func: Callable[..., Any]) -> Callable[..., object] | None:
         """Return the replacement of a function, or None to call the function itself."""
         if func is SDPA:
             return self._attend
@@ -175,15 +176,14 @@ class AttentionIntercept(TorchFunctionMode):
         self.calls += 1
         return self.by(call)
 
-    def _softmax(self, func: Callable[..., Any], score: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _softmax(self, func: Callable[..., Tensor], score: Tensor, *args: object, **kwargs: object) -> Tensor:
         # As above: a map by head.
         if self.before_softmax is not None and score.ndim == 4 and not self.next_is_cross():
             changed = self.before_softmax(score)
             if changed is not None:
                 self.calls += 1
                 score = changed
-        result: Tensor = func(score, *args, **kwargs)
-        return result
+        return func(score, *args, **kwargs)
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
         """Receive a map (B, H, N, N) that a host computes without the fused call, before and after its softmax."""

@@ -97,7 +97,7 @@ def _mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None, None, None, None
 
 
-def _save_for_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_add(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     _x, update, slot = inputs
     ctx.slots = update.shape[1]
     ctx.dtype = update.dtype

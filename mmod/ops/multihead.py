@@ -6,13 +6,12 @@ Axes: B images, L queries, S keys, D channels, H heads, E channels of a head. To
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Call = Callable[..., Any]
+Call = Callable[..., Tensor]
 
 
 def multihead_attention(

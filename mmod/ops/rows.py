@@ -108,7 +108,7 @@ def _empty_like(x: Tensor, *unused: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _save_for_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_gather(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
     x, index, inverse = inputs
     ctx.tokens = x.shape[1]
     ctx.save_for_backward(index, inverse)

@@ -19,7 +19,7 @@ from mmod.ops.backend import Kernel, batching, check_counts, exporting, kernel_o
 from mmod.ops.gate import apply_gate
 
 
-def short_repr(values: Any) -> str:
+def short_repr(values: NamedTuple) -> str:
     """Return a named tuple's repr with shapes instead of tensors, and without what is None or holds nothing else."""
     shown = []
     for name, value in zip(values._fields, values):
@@ -113,7 +113,7 @@ def _empty_selection(
     )
 
 
-def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_gate(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
     score, *_, ctx.gate, ctx.scale = inputs
     inverse = output[3]
     ctx.save_for_backward(score, inverse)

@@ -132,7 +132,7 @@ def _channels_last(q: Tensor) -> Tensor:
     return q.new_empty(images, tokens, heads, width).transpose(1, 2)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, ctx.scale, _, ctx.is_causal, _ = inputs
     ctx.save_for_backward(q, k, v, output[0], output[2])
 

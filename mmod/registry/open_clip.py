@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.adapters.open_clip import MODELS
 from mmod.config import RoutingConfig
@@ -57,6 +57,6 @@ def routed(config: RoutingConfig | str | None = None, **parts: RoutingConfig | s
             model.__init__ = original  # type: ignore[method-assign]
 
 
-def _complete(model: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
+def _complete(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     if is_routed(model):
         state.update(keep_new_routers(model, state, prefix))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.methods.route import routed_blocks
 
 
-def keep_new_routers(model: nn.Module, state: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+def keep_new_routers(model: nn.Module, state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
     """Return weights for a routed model: dense ones with the model's new routers added, others as they are."""
     routers = tuple(f"{name}.router." for name in routed_blocks(model))
     # Weights that hold a router must hold all of them, which loading checks.

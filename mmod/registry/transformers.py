@@ -31,7 +31,7 @@ class _Opened:
         return load_transformers(pretrained_model_name_or_path, *args, model_class=made, config=config, **options)
 
     @classmethod
-    def _from_config(cls, config: Any, **options: Any) -> Any:
+    def _from_config(cls, config: Any, **options: object) -> Any:
         from mmod.pretrained import make_transformers
 
         made = cls._class_for(config)
@@ -68,7 +68,7 @@ def open_routed_folders() -> None:
 
     # The name of the module stays this one, by which a second call knows the function.
     @functools.wraps(plain, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
-    def from_pretrained(cls: object, *args: object, **options: object) -> Any:
+    def from_pretrained(cls: object, *args: object, **options: object) -> object:
         arguments = signature.bind_partial(cls, *args, **options).arguments
         folder: Any = arguments.get("pretrained_model_name_or_path")
         # The class that loads a routed folder comes here again to read the weights.

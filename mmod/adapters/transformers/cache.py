@@ -96,7 +96,7 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         self.implicit = 0
         self.position_BL = self.joined(new_BL)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, K, E) of the announced tokens and return all of them (B, H, L, E).
 
         A prompt may be packed as one sequence (1, H, T, E), which is returned unchanged.

@@ -74,7 +74,7 @@ class DescribedModel(Mixin):
     """
 
     mod_keeps_name = True
-    config: Any
+    config: object
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Create a dense model if the class of a routed one is called with a config."""
@@ -129,7 +129,9 @@ class DescribedModel(Mixin):
             module.reset_parameters()
 
 
-def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None, *args: Any, **options: Any) -> object:
+def _generate(
+    model: Any, host_generate: Callable[..., object], inputs: object = None, *args: object, **options: Any
+) -> object:
     """Generate as a host does, and tell the layers what only `generate` knows.
 
     Args:
@@ -322,7 +324,7 @@ def load(
         """Reads the config of the dense model."""
 
         @staticmethod
-        def from_pretrained(*args: object, **options: object) -> Any:
+        def from_pretrained(*args: object, **options: object) -> object:
             read = dense.config_class.from_pretrained(*args, **options)
             descriptions.append(take_description(read[0], folder))
             return read
@@ -356,7 +358,7 @@ def load(
     return model
 
 
-def _class_of(folder: str | Path) -> Any:
+def _class_of(folder: str | Path) -> object:
     """Return the model class in a folder's config.json."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     take_description(config, folder)

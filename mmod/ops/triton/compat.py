@@ -13,7 +13,7 @@ from torch import Tensor
 INTERPRET: bool = triton.knobs.runtime.interpret
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
     """Launch a kernel on the device of its first argument, which need not be the current one; skip an empty grid."""
     if all(grid):
         with torch.cuda.device_of(args[0]):
