@@ -481,7 +481,7 @@ def describe(hint: Any, limit: Limit | None = FINITE) -> str:
         return f"several values, each {describe(arguments[0], limit)}"
     if origin in (dict, collections.abc.Mapping):
         keys = "numbers" if arguments[0] in (int, float) else "names"
-        if arguments[1] is Any:
+        if arguments[1] in (Any, object):
             return f"a mapping of {keys}"
         values = describe(arguments[1], limit)
         if " or " in values:

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mmod.config.parts import Score, Threshold, spelled
 from mmod.config.plan import DEPTH, rescaled
@@ -151,7 +151,7 @@ class Preset(RoutingConfig):
         # A frozen dataclass refuses assignments.
         vars(self).update(fields, preset=preset_name, changes=dict(changes))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         """Say what to do where a field is not known yet."""
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name in _BY_DEPTH:
@@ -186,7 +186,7 @@ class Preset(RoutingConfig):
                 former.pop(name, None)
         return preset(self.preset, **{**former, **{name: parts[name] for name in changes}})
 
-    def to_dict(self, complete: bool = False) -> dict[str, Any]:
+    def to_dict(self, complete: bool = False) -> dict[str, object]:
         """Return the preset's name and the changes as plain JSON values, which `read_routing` reads.
 
         Example:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 else:
     # Readers of the fields' types need a name for it without importing torch.
-    Tensor = Any
+    Tensor = object
 
 LAYOUTS = ("every_other", "late", "all")
 
@@ -436,7 +436,7 @@ class RoutingConfig(Checked):
         # Notebooks show a table where there is one.
         return None if self.depth is None else str(self)
 
-    def to_dict(self, complete: bool = False) -> dict[str, Any]:
+    def to_dict(self, complete: bool = False) -> dict[str, object]:
         """Return plain JSON values.
 
         Args:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from docstring_parser import parse
 
@@ -58,9 +57,9 @@ def _with_option(
     fields: Mapping[str, object], keys: Sequence[str], text: str, config_class: type | None
 ) -> dict[str, object]:
     name, *inner = keys
-    hint = Any
+    hint: object = object
     if config_class is not None:
-        hint = typing.get_type_hints(config_class).get(name, Any)
+        hint = typing.get_type_hints(config_class).get(name, object)
     group = dataclass_in(hint)
     old = fields.get(name)
     if inner:
@@ -79,7 +78,7 @@ def _with_option(
     if switch_fault(text) and fits(True, hint):
         raise ValueError(switch_fault(text))
     # Where anything is valid, a text that begins with a bracket is: a regular expression, or a prompt.
-    value = parse_option(text, nested=not is_text or (hint is not Any and fits({}, hint)))
+    value = parse_option(text, nested=not is_text or (hint is not object and fits({}, hint)))
     if is_text and not fits(value, hint):
         # A name that YAML reads as something else, such as 2024 or no.
         value = text

@@ -20,7 +20,7 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
         fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments, `depth` only where no model tells it;
             or `plan: FILE`, which `RoutingConfig.save` wrote, with the fields to change.
     """
-    check_value("a routing", fields, Mapping[str, Any])
+    check_value("a routing", fields, Mapping[str, object])
     fields = dict(fields)
     plan = fields.pop("plan", None)
     if plan is None:
@@ -33,7 +33,7 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
 
 def resolve_methods(
     listed: Sequence[Mapping[str, Any]],
-    routing: Mapping[str, Mapping[str, Any] | None],
+    routing: Mapping[str, Mapping[str, object] | None],
     depths: Mapping[str, int] | None = None,
 ) -> tuple[Method, ...]:
     """Create the methods of a config, in the order in which they are applied.

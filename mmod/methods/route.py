@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import nn
 
@@ -81,7 +81,7 @@ class Route(Method):
         parts = {name: config.at_depth(len(stacks[name].blocks)) for name, config in self.parts.items()}
         return Route(parts, self.capacities)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
         parts = {name: config.to_dict(complete=True) for name, config in self.parts.items()}
         return {"kind": self.kind, "parts": parts, "capacities": list(self.capacities)}

@@ -55,7 +55,7 @@ class PlanOptions(Checked, group="plan"):
     batch_size: Annotated[int, "[1, inf)"] = 16
     part: Literal["image", "text", "language"] | None = None
     cost: Literal["flops", "image_flops", "cache", "milliseconds"] = "flops"
-    router: str | dict[str, Any] = "stride"
+    router: str | dict[str, object] = "stride"
     options: Annotated[list[tuple[float, str, str]] | None, "[0, 1]"] = None
     divergence: Literal["kl", "cosine"] | None = None
     rounds: Annotated[int, "[0, inf)"] = 0
@@ -95,7 +95,7 @@ class Candidate:
 
     name: str
     _: dataclasses.KW_ONLY
-    routing: Mapping[str, Any] | None = None
+    routing: Mapping[str, object] | None = None
     methods: tuple[Mapping[str, Any], ...] = ()
     image_size: ImageSize | str | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)

@@ -36,11 +36,11 @@ class IsoflopConfig(Checked):
 
     output: str
     dense: str
-    sizes: dict[str, dict[str, Any]]
+    sizes: dict[str, dict[str, object]]
     budgets: Annotated[list[float], "(0, inf)"]
     routings: dict[str, dict[str, Any] | None]
     rates: Annotated[list[float], "(0, inf)"]
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, object] = field(default_factory=dict)
     seeds: Annotated[int, "[1, inf)"] = 3
     processes: Annotated[int, "[1, inf)"] = 1
 

@@ -40,7 +40,7 @@ class TimmStudyConfig(StudyConfig):
 
     run_kind: ClassVar[str] = "image"
     isoflop: Literal["scratch", "none"] = "none"
-    baselines: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
+    baselines: dict[str, dict[float, dict[str, object]]] = field(default_factory=dict)
     rates: Annotated[list[float] | None, "(0, inf)"] = None
     rate_split: str = "val"
     latency_batches: list[int] = field(default_factory=lambda: [1, 8])
@@ -240,7 +240,7 @@ class PairsStudyConfig(StudyConfig):
             for settings in (fields, *fields.get("budgets", {}).values()):
                 refuse_unknown(f"tower in routers.{series}", settings, (*_TOWERS, *shared, "budgets"))
                 for tower in _TOWERS:
-                    check_value(f"routers.{series}.{tower}", settings.get(tower, {}), Mapping[str, Any])
+                    check_value(f"routers.{series}.{tower}", settings.get(tower, {}), Mapping[str, object])
 
     def parts_in(self, fields: Mapping[str, Any]) -> dict[str, Mapping[str, object]]:
         """Return the routing of each tower that a series names; see `StudyConfig.parts_in`."""
@@ -265,7 +265,7 @@ class ChatStudyConfig(StudyConfig):
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False
     part: Literal["language", "image"] = "language"
-    baselines: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
+    baselines: dict[str, dict[float, dict[str, object]]] = field(default_factory=dict)
     maps: Annotated[int, "[0, inf)"] = 4
     latency_batch: int = 8
     latency_rounds: int = 5

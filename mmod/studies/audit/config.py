@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from mmod.config import AuditConfig
 from mmod.plain import without
@@ -33,7 +33,7 @@ class AuditOptions(AuditConfig):
     maps: Annotated[int, "[0, inf)"] = 6
     reference: str | None = None
     shifts: list[str] = field(default_factory=list)
-    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    others: dict[str, dict[str, object]] = field(default_factory=dict)
     baselines: list[str] = field(default_factory=list)
     questions: Annotated[int | None, "[2, inf)"] = None
     generation: Annotated[int, "[0, inf)"] = 0

@@ -81,7 +81,7 @@ class ModelConfig(Checked, group="model"):
     config: dict[str, Any] | None = None
     processor: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
-    processor_args: dict[str, Any] = field(default_factory=dict)
+    processor_args: dict[str, object] = field(default_factory=dict)
     image_size: Annotated[int | None, "[1, inf)"] = None
 
     def __post_init__(self) -> None:
@@ -175,8 +175,8 @@ class TrainConfig(RunConfig):
     kind: Literal["chat"] = "chat"
     model: ModelConfig
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
-    routing: dict[str, dict[str, Any] | None] | None = field(default=None, metadata={"names": ("language", "image")})
-    lora: dict[str, Any] | None = None
+    routing: dict[str, dict[str, object] | None] | None = field(default=None, metadata={"names": ("language", "image")})
+    lora: dict[str, object] | None = None
     frozen: Annotated[list[str], TOWERS] = field(default_factory=list)
     optim: str | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -236,7 +236,7 @@ class TrainConfig(RunConfig):
         """Return the config with another's model: only weights say which architecture a run has."""
         return dataclasses.replace(self, model=other.model)
 
-    def keys_of_size(self, side: int) -> dict[str, Any]:
+    def keys_of_size(self, side: int) -> dict[str, object]:
         """Return the key of the model, whose processor resizes images."""
         return {"model": {"image_size": side}}
 

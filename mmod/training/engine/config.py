@@ -148,7 +148,7 @@ class RunConfig:
     model: Start
     data: Any
     routing: Mapping[str, Any] | None = None
-    methods: list[dict[str, Any]] = field(default_factory=list)
+    methods: list[dict[str, object]] = field(default_factory=list)
 
     engine: ClassVar[str]
     """The package that trains such a run by `start.create`, `loop.fit` and `estimate.estimate`."""
@@ -487,7 +487,7 @@ class LoopConfig(RunConfig):
         """Return the config of a teacher that has a model of its own; None for a checkpoint of the run's model."""
         return None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain values with resolved methods, as the run folder keeps them."""
         parts = self.routing_parts()
         routing = {name: config.to_dict() for name, config in self.routings.items() if name in parts}

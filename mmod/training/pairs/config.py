@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from typing_extensions import Self
 
@@ -100,8 +100,8 @@ class TrainConfig(LoopConfig):
     kind: Literal["pairs"] = "pairs"
     model: ModelConfig
     data: PairsConfig = field(default_factory=PairsConfig)
-    routing: dict[str, dict[str, Any] | None] | None = field(default=None, metadata={"names": ("image", "text")})
-    augment: dict[str, Any] | None = field(default_factory=dict)
+    routing: dict[str, dict[str, object] | None] | None = field(default=None, metadata={"names": ("image", "text")})
+    augment: dict[str, object] | None = field(default_factory=dict)
     loss: Literal["clip", "siglip", "coca"] = "clip"
     zero_shot: str | None = None
 

@@ -57,7 +57,7 @@ class TrainConfig(LoopConfig):
     kind: Literal["text"] = "text"
     model: ModelConfig
     data: TextConfig = field(default_factory=TextConfig)
-    routing: dict[str, Any] | None = field(default=None, metadata={"names": ("preset",)})
+    routing: dict[str, object] | None = field(default=None, metadata={"names": ("preset",)})
     elastic: bool = False
 
     part = "language"
