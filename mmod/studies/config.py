@@ -99,13 +99,13 @@ class StudyConfig(Checked):
     """
 
     output: str = ""
-    dense: str | dict[str, Any] = field(
+    dense: str | dict[str, object] = field(
         metadata={"config": lambda study: config_class(study.run_kind), "unnamed": _OF_STUDY}
     )
     routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    finetune: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, object] = field(default_factory=dict)
+    finetune: dict[str, object] = field(default_factory=dict)
     budgets: list[float] | None = None
     capacities: list[float | None] = field(default_factory=lambda: [0.5])
     train_dense: bool | None = None
@@ -158,8 +158,8 @@ class StudyConfig(Checked):
                 # All others are options of its routing, which checks them.
                 if near and key not in (*_SERIES_FIELDS, *ROUTING_FIELDS):
                     raise ValueError(f"unknown key routers.{series}.{key}; {say_near(near)}")
-            check_value(f"routers.{series}.search", fields.get("search", {}), Mapping[str, Any])
-            check_value(f"routers.{series}.budgets", fields.get("budgets", {}), dict[float, dict[str, Any]])
+            check_value(f"routers.{series}.search", fields.get("search", {}), Mapping[str, object])
+            check_value(f"routers.{series}.budgets", fields.get("budgets", {}), dict[float, dict[str, object]])
             if "preset" in fields:
                 # Before any routing is checked, which imports torch.
                 PRESETS.check(fields["preset"])
@@ -449,6 +449,6 @@ def _check_named(series: str, routing: Mapping[str, object]) -> None:
 
 def _check_run_fields(name: str, fields: Mapping[str, Any]) -> None:
     """Raise for a wrong field that describes the runs of a series or baseline."""
-    check_value(f"{name}.changes", fields.get("changes", {}), Mapping[str, Any])
+    check_value(f"{name}.changes", fields.get("changes", {}), Mapping[str, object])
     refuse_set_by_study(f"{name}.changes", fields.get("changes", {}))
     check_value(f"{name}.tune", fields.get("tune", True), bool)
