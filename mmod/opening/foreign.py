@@ -26,7 +26,7 @@ _PARALLEL = "module."
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def select_weights(content: Mapping[Any, Any]) -> tuple[dict[Any, Any], str]:
+def select_weights(content: Mapping[object, Any]) -> tuple[dict[Any, Any], str]:
     """Return the weights in a checkpoint; if it has several sets, the moving average, and which of them it is.
 
     Prefixes of wrappers are removed from the names, also those of Lightning and DINO.
@@ -82,7 +82,7 @@ def clean_names(state: Mapping[Any, object]) -> dict[Any, Any]:
     return cleaned
 
 
-def _inside(state: Mapping[Any, Any], prefix: str) -> dict[object, object]:
+def _inside(state: Mapping[Any, object], prefix: str) -> dict[object, object]:
     return {name.removeprefix(prefix): value for name, value in state.items() if _starts(name, prefix)}
 
 
