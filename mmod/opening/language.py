@@ -101,7 +101,7 @@ def open_tokenizer(folder: str | Path) -> tuple[object, int]:
     return AutoTokenizer.from_pretrained(folder), int(length)
 
 
-def config_of(fields: Mapping[str, Any]) -> Any:
+def config_of(fields: Mapping[str, Any]) -> object:
     """Return the transformers config with these fields, among them `model_type`; misspelled ones are refused.
 
     Example:
