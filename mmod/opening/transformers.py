@@ -142,7 +142,7 @@ def hidden_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load(folder: str | Path, made: Any, loading: Mapping[str, object], fields: Mapping[str, Any]) -> Any:
+def _load(folder: str | Path, made: Any, loading: Mapping[str, object], fields: Mapping[str, object]) -> Any:
     """Load a model at its own image size; a new number of classes draws a new classifier, and nothing else is drawn."""
     options = {**loading, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with hidden_bars():
@@ -185,7 +185,7 @@ def _class_of(config: Any, fresh: bool) -> Any:
     import transformers
 
     name = next(iter(config.architectures or ()), "")
-    saved: Any = getattr(transformers, name, None)
+    saved = getattr(transformers, name, None)
     if saved is None:
         raise ValueError(f"config.json names the architecture {name!r}, which is no model of transformers")
     if fresh and _CLASSIFIER not in name:
