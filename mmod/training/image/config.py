@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typing_extensions import Self
 
@@ -37,7 +37,7 @@ class ModelConfig(engine.StartConfig):
     """
 
     name: str
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, object] = field(default_factory=dict)
     head: Literal["fresh"] | None = field(default=None, kw_only=True)
     pretrained: bool = field(default=False, kw_only=True)
 
@@ -165,7 +165,7 @@ class TrainConfig(engine.LoopConfig):
     kind: Literal["image"] = "image"
     model: ModelConfig
     data: DataConfig
-    routing: dict[str, Any] | None = field(default=None, metadata={"names": ("preset",)})
+    routing: dict[str, object] | None = field(default=None, metadata={"names": ("preset",)})
     loss: LossConfig = field(default_factory=LossConfig)
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)
