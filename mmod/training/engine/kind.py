@@ -63,7 +63,7 @@ class ModelInput(NamedTuple):
 
     batches: Iterable[Any]
     samples: int
-    read: Callable[[Any], object]
+    read: Callable[[object], object]
     flops: Callable[[Mapping[str, float]], float]
 
 
