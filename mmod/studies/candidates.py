@@ -240,10 +240,10 @@ def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
         return None
     # Teachers and frozen weights are refused of a model without weights.
     start = dense.started_from(None) if candidate.from_scratch else as_trained(dense)
-    run_config: Any = run_config_of(candidate, start)
+    run_config = run_config_of(candidate, start)
     try:
         counted = sketch(kind_of(run_config))
-        if by_data(counted):
+        if run_config.image_shape is None or by_data(counted):
             return None
         image = torch.empty(1, *run_config.image_shape, device="meta")
         return pass_flops(counted, {"image": image})
@@ -336,7 +336,7 @@ def _model_of(candidate: Candidate, is_of_parts: bool) -> Candidate:
     return dataclasses.replace(candidate, name="", series="", budget=None, control=None, routing=routing)
 
 
-def _by_part(routing: Mapping[str, Any], is_of_parts: bool) -> Mapping[str, Any]:
+def _by_part(routing: Mapping[str, object], is_of_parts: bool) -> Mapping[str, Any]:
     """Return the routings of parts by name; that of the only one by an empty name."""
     if is_of_parts:
         return routing
