@@ -165,7 +165,7 @@ def _measure(study: Study, run: Run, callback: Callback, measurer: Measurer) -> 
             further[BEFORE] = start.figures[score]
             if score in start.outcomes:
                 outcomes = {BEFORE: start.outcomes[score]}
-        further["top1"] = fit(run.training, callback, measurer.store).best.top1
+        further["top1"] = fit(run.training, callback, measurer.store).result.columns()["top1"]
     classifier = _classifier_of(study, run)
     rows = _probe(study, measurer.store, run.final, measurer.load, callback, classifier)
     return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})

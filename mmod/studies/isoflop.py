@@ -238,7 +238,7 @@ def _check_text(settings: list[Setting]) -> None:
 
 
 def _train(run: Run, callback: Callback, measurer: Measurer) -> Measured:
-    return rows_of(fit(run.training, callback, measurer.store).best)
+    return rows_of(fit(run.training, callback, measurer.store).result)
 
 
 def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:

@@ -29,7 +29,7 @@ from mmod.training import kinds
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.kind import Kind, calibration, device_of, evaluate, load, seed_draws
-from mmod.training.engine.run_folder import FitResult, portable
+from mmod.training.engine.run_folder import portable
 
 BEFORE = "before"
 """Name of the figure that a model has before it is fine-tuned."""
@@ -198,18 +198,17 @@ def measure_run(
         if by_sample and before in start.outcomes:
             outcomes[BEFORE] = start.outcomes[before]
     fitted = fit(run.training, callback, measurer.store)
-    rows = rows_of(fitted.best)
+    rows = rows_of(fitted.result)
     if by_sample:
-        evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
         # Kept in the store: the record of a finished run has no outcomes of samples.
-        final = evaluate_once(measurer.store, run.final, evaluated=evaluated)
+        final = evaluate_once(measurer.store, run.final, evaluated=fitted if fitted.outcomes else None)
         rows = rows._replace(samples=final.samples)
         outcomes |= final.outcomes
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
 
 
-def fit(run_config: RunConfig, callback: Callback, store: Store) -> FitResult[Any]:
-    """Train a run, or read the result of a finished one; refuse one without an evaluation.
+def fit(run_config: RunConfig, callback: Callback, store: Store) -> Evaluated:
+    """Train a run, or read the result of a finished one, and return its evaluation; refuse one without.
 
     Args:
         store: That of the comparison, whose runs share the check of their evaluation samples.
@@ -219,7 +218,7 @@ def fit(run_config: RunConfig, callback: Callback, store: Store) -> FitResult[An
     )
     if fitted.best is None:
         raise ValueError("there is nothing to ask: set data.val")
-    return fitted
+    return Evaluated(fitted.best, fitted.outcomes)
 
 
 def evaluate_once(store: Store, kind: Kind, load: Load = load, evaluated: Evaluated | None = None) -> Measured:
