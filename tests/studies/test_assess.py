@@ -119,7 +119,7 @@ def test_an_interrupted_evaluation_reads_no_batch_of_other_data_or_weights(
     stream = image_stream(run_config.data)
     store = BatchStore(OptionalStore(tmp_path / "store.jsonl"), {"model": 0})
     passes = _count_passes(monkeypatch)
-    expected = image_evaluate.evaluate_set(model, stream, store=store).result
+    expected = image_evaluate.evaluate_set(model, stream, store=store)[0]
     assert passes == [64]
     for other in (BatchStore(store.file, {"model": 1}), store.of("another pass")):
         image_evaluate.evaluate_set(model, stream, store=other)
@@ -128,10 +128,10 @@ def test_an_interrupted_evaluation_reads_no_batch_of_other_data_or_weights(
     ((images, labels),) = stream.batches(0)
     for batch in ((images + 1, labels), (images, labels.flip(0))):
         monkeypatch.setattr(stream, "batches", lambda epoch, batch=batch: iter([batch]))
-        assert image_evaluate.evaluate_set(model, stream, store=store).result != expected
+        assert image_evaluate.evaluate_set(model, stream, store=store)[0] != expected
     assert passes == [64] * 5
     monkeypatch.setattr(stream, "batches", lambda epoch: iter([(images, labels)]))
-    assert image_evaluate.evaluate_set(model, stream, store=store).result == expected
+    assert image_evaluate.evaluate_set(model, stream, store=store)[0] == expected
     assert passes == [64] * 5
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from mmod.analysis import trace
 from mmod.analysis.evaluations import joined
 from mmod.analysis.modes import in_mode
 from mmod.blocks import deciding_modules
+from mmod.data.config import StreamConfig
 from mmod.data.stream import BatchStream
 from mmod.io.processes import gathered
 from mmod.io.progress import progress_bar
@@ -25,6 +26,7 @@ from mmod.names import prefixed
 from mmod.routing import Routing
 from mmod.training.engine.task import Batch, to_device
 
+Result = TypeVar("Result")
 KEPT = "kept/"
 """Prefix of the columns of kept shares; the name of a module follows."""
 Columns = dict[str, Tensor]
@@ -43,8 +45,7 @@ class RoutedResult:
 
     def columns(self) -> dict[str, float]:
         """Return the figures that were measured by name, as a run's history and studies show them; no counts."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(cast(Any, self))}
-        figures = {name: value for name, value in values.items() if isinstance(value, float)}
+        figures = {name: value for name, value in vars(self).items() if isinstance(value, float)}
         return {**figures, "kept": self.mean_kept}
 
     @property
@@ -81,7 +82,7 @@ class Evaluated(NamedTuple):
             name of a figure, its mean is the figure as a share. None where figures of samples say nothing.
     """
 
-    result: Any
+    result: RoutedResult
     outcomes: Mapping[str, np.ndarray] = {}
 
 
@@ -101,7 +102,7 @@ class BatchStore:
         """Return the store of one of several passes over a set, in the same file."""
         return dataclasses.replace(self, identity={**self.identity, "part": part})
 
-    def once(self, batch: object, compute: Callable[[], object]) -> Any:
+    def once(self, batch: object, compute: Callable[[], Result]) -> Result:
         """Return what the file holds of a batch, and compute it if there is nothing."""
         return self.file.once({**self.identity, "batch": checksum(batch)}, compute)
 
@@ -158,7 +159,7 @@ def read_rows(
     return joined(everyone)
 
 
-def check_evaluation(stream: BatchStream, data: Any, store: Store | None = None, shown: bool = False) -> None:
+def check_evaluation(stream: BatchStream, data: StreamConfig, store: Store | None = None, shown: bool = False) -> None:
     """Read the evaluation samples of all processes once: those that cannot be read are counted, or raise.
 
     The first evaluation would find them after hours of training. It takes as long as that needs to read its images.

@@ -16,7 +16,6 @@ from mmod.plain import without_none
 from mmod.training.engine.evaluate import (
     BatchStore,
     Columns,
-    Evaluated,
     RoutedResult,
     decisions_of,
     kept_means,
@@ -105,8 +104,7 @@ def evaluate(
         >>> evaluate(model, stream).samples
         64
     """
-    result: EvalResult = evaluate_set(model, stream, precision, progress=progress).result
-    return result
+    return evaluate_set(model, stream, precision, progress=progress)[0]
 
 
 def evaluate_set(
@@ -116,12 +114,12 @@ def evaluate_set(
     *,
     progress: bool = False,
     store: BatchStore | None = None,
-) -> Evaluated:
+) -> tuple[EvalResult, dict[str, np.ndarray]]:
     """Return the result of `evaluate`, and the outcomes that it follows from; see `image_outcomes`."""
     read = partial(evaluate_batch, precision=precision)
     rows = read_rows(read, model, stream, progress=progress, store=store)
     # Streams of a caller may name no classes.
-    return Evaluated(score(rows, getattr(stream, "classes", None)), image_outcomes(rows))
+    return score(rows, getattr(stream, "classes", None)), image_outcomes(rows)
 
 
 def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:

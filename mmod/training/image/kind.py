@@ -152,7 +152,7 @@ class ImageKind:
         routing = self.config.image_routing
         measure = partial(evaluate_set, model, data, config.precision, progress=progress)
         if config.elastic is None or routing is None:
-            return measure(store=store)
+            return Evaluated(*measure(store=store))
         results = {}
         for capacity in config.elastic.capacities:
             set_capacity_(model, capacity)
@@ -160,7 +160,7 @@ class ImageKind:
         chosen = next(capacity for capacity in results if capacity == routing.capacity)
         # Last that of the config, which the model is saved and trained on with.
         set_capacity_(model, chosen)
-        accuracies = {f"{capacity:g}": evaluated.result.accuracies() for capacity, evaluated in results.items()}
+        accuracies = {f"{capacity:g}": result.accuracies() for capacity, (result, _) in results.items()}
         result, outcomes = results[chosen]
         return Evaluated(dataclasses.replace(result, capacities=accuracies), outcomes)
 
