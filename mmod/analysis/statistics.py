@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist, mean, stdev
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +109,7 @@ def _written(number: float, form: str) -> str:
     return text
 
 
-def published(result: DataclassInstance) -> dict[str, Any]:
+def published(result: DataclassInstance) -> dict[str, object]:
     """Return the fields of a dataclass, and of those in it, under the names that files of results have.
 
     An `Estimate` gets the keys value, low and high; one that is a difference paired by seed gets mean, low, high and

@@ -160,7 +160,7 @@ class Contexts:
     def audited_rows(self, labelled: LabelledBatch, previous: BatchRows | None) -> BatchRows:
         """Evaluate a batch in all contexts, and keep what is known of its samples and tokens."""
         batch, strata, token_kinds = labelled
-        labels: dict[str, Any] = dict(strata)
+        labels: dict[str, Sequence[str] | Sequence[float]] = dict(strata)
         learned = self._consulted(self._learned(batch, previous))
         if learned.reference is not None:
             labels[DIFFICULTY] = learned.reference.loss_B.tolist()

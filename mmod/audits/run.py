@@ -179,7 +179,7 @@ def _identity(contexts: Contexts, batch: object) -> dict[str, object]:
 def _labelled(batch: object) -> LabelledBatch:
     labelled = batch if isinstance(batch, LabelledBatch) else LabelledBatch(batch)
     for name in ("strata", "token_kinds"):
-        check_value(f"{name} of a LabelledBatch", getattr(labelled, name), Mapping[str, Any])
+        check_value(f"{name} of a LabelledBatch", getattr(labelled, name), Mapping[str, object])
     return labelled._replace(strata={group: _labels(group, labels) for group, labels in labelled.strata.items()})
 
 

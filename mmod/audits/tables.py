@@ -6,7 +6,7 @@ Axes: B samples, N tokens, F tokens of a sample that may be skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,7 +100,7 @@ class BatchRows:
     first: int
     outcomes: dict[str, list[Outcomes]]
     decisions: dict[str, DecisionRows]
-    labels: dict[str, list[str] | list[float]] = field(default_factory=dict)
+    labels: Mapping[str, Sequence[str] | Sequence[float]] = field(default_factory=dict)
     kinds: dict[str, TokenKinds] = field(default_factory=dict)
     grid: tuple[int, int] | None = None
 

@@ -272,7 +272,7 @@ def read_records(path: Path) -> list[Any]:
     return records
 
 
-def _read_list(path: Path) -> list[Any]:
+def _read_list(path: Path) -> list[object]:
     check_file(path)
     content = decode_text(path.read_bytes(), str(path))
     try:

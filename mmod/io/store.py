@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from mmod.plain import from_plain
 from mmod.values import brief
 from mmod.version import __version__
 
+Result = TypeVar("Result")
 STORE = "store.jsonl"
 """Name of the store in a folder of results."""
 _MAGIC = b"mmod store 1 "
@@ -276,7 +277,7 @@ class OptionalStore:
         self._store: Store | None = None
         self._is_usable = True
 
-    def once(self, identity: Mapping[str, object], compute: Callable[[], object]) -> Any:
+    def once(self, identity: Mapping[str, object], compute: Callable[[], Result]) -> Result:
         """Return the result of an identity, and compute it if there is none."""
         value = self._tried(lambda store: store.get(identity))
         if value is None:
@@ -291,7 +292,7 @@ class OptionalStore:
             if self._store is not None and not _is_other(self._path):
                 self._store.remove()
 
-    def _tried(self, step: Callable[[Store], object]) -> object:
+    def _tried(self, step: Callable[[Store], Result]) -> Result | None:
         if not self._is_usable:
             return None
         try:

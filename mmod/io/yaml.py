@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[object, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
                 keys.add((key.tag, key.value))
         return node
 
-    def construct_yaml_bool(self, node: Any) -> bool:
+    def construct_yaml_bool(self, node: yaml.ScalarNode) -> bool:
         fault = switch_fault(node.value)
         if fault:
             raise _SwitchError(None, None, fault, node.start_mark)

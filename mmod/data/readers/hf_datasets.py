@@ -248,7 +248,7 @@ class StreamedSource:
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_open": {}}
 
-    def _raw(self, epoch: int, lane: int, position: int) -> tuple[Any, Any]:
+    def _raw(self, epoch: int, lane: int, position: int) -> tuple[Any, object]:
         """Return a sample without decoding it; a lane that is further already is opened again."""
         following, samples = self._open.get((epoch, lane), (position + 1, iter(())))
         # Asked for a sample before its position: iterators only move forward.

@@ -24,6 +24,7 @@ from mmod.data.files import check_files
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.plain import without
 from mmod.training.chat.config import TrainConfig
+from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.loop import open_data
 from mmod.training.chat.preflight import step_samples, steps_of
 from mmod.training.chat.start import router_parameters, sketch_to_train
@@ -93,7 +94,7 @@ class ChatEstimate(RunEstimate):
         return "\n".join(lines)
 
 
-def estimate(kind: Any) -> ChatEstimate:
+def estimate(kind: ChatKind) -> ChatEstimate:
     """Count what a run would cost from shapes and some of the data, without weights."""
     config: TrainConfig = kind.config
     trainer = without(config.trainer, _DEVICES)

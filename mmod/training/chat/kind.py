@@ -50,7 +50,7 @@ class ChatKind:
             return self.questions
         return open_checked(self.config.data.train, self.config.data, self.collator)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Columns:
         """Return "loss" and "outcome", whether all tokens of the answers are the most likely, of every conversation."""
         with decisions_of(model) as decisions:
             loss_B, outcome_B = evaluate_answers(model, batch)
@@ -76,7 +76,7 @@ class ChatKind:
         """Count the FLOPs of the prefill of a prompt with one image, the mean of a few; see `prompt_flops`."""
         return prompt_flops(model, *self.prompts(COUNTED), kept).routed
 
-    def _spread(self, count: int, size: int) -> DataLoader[Any]:
+    def _spread(self, count: int, size: int) -> DataLoader[ChatSample]:
         """Return encoded training conversations in batches, evenly over the data, the first among them."""
         collator = self.collator
         device = device_of(self)

@@ -26,7 +26,7 @@ _TEMPLATE = (
 )
 
 
-def create_processor(config: TrainConfig) -> Any:
+def create_processor(config: TrainConfig) -> object:
     """Create the processor of a run's model; "bpe" reads the training conversations."""
     model = config.model
     if model.processor not in BUILT:
@@ -51,7 +51,7 @@ def create_processor(config: TrainConfig) -> Any:
     return create_word_processor(*sides)
 
 
-def _at_size(processor: Any, side: int) -> Any:
+def _at_size(processor: Any, side: int) -> object:
     """Make a processor return images of another size."""
     images = processor.image_processor
     for name in ("size", "crop_size"):
@@ -91,7 +91,7 @@ def pixel_limits_of(processor: Any) -> dict[str, int] | None:
     return {"shortest_edge": fewest, "longest_edge": most}
 
 
-def create_word_processor(image_size: int, patch_size: int) -> Any:
+def create_word_processor(image_size: int, patch_size: int) -> object:
     """Create a `LlavaProcessor` of the embedded questions: a token per word and per patch of images; sides in pixels.
 
     Example:
@@ -108,7 +108,7 @@ def create_word_processor(image_size: int, patch_size: int) -> Any:
     return _create(backend, image_size, patch_size, {"image_mean": [0.13] * 3, "image_std": [0.28] * 3}, "<unk>")
 
 
-def create_bpe_processor(texts: Iterable[str], image_size: int, patch_size: int) -> Any:
+def create_bpe_processor(texts: Iterable[str], image_size: int, patch_size: int) -> object:
     """Create a `LlavaProcessor` with a byte-level BPE vocabulary of these texts; it knows every text, however rare.
 
     Example:
@@ -130,7 +130,7 @@ def create_bpe_processor(texts: Iterable[str], image_size: int, patch_size: int)
     return _create(backend, image_size, patch_size, {}, None)
 
 
-def _create(backend: object, image_size: int, patch_size: int, scale: dict[str, object], unknown: str | None) -> Any:
+def _create(backend: object, image_size: int, patch_size: int, scale: dict[str, object], unknown: str | None) -> object:
     from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(

@@ -48,7 +48,7 @@ def create(kind: Any) -> nn.Module:
     return created
 
 
-def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
+def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[Any, object]:
     """Create the model to train, in training mode, and its processor: weights, methods, frozen parts, then adapters."""
     processor = create_processor(config)
     model = create_dense(config, processor, on_meta)

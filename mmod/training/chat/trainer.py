@@ -429,7 +429,7 @@ class RunCallback(TrainerCallback):
         control: TrainerControl,
         model: Any = None,
         optimizer: Any = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Write the config once; stop after a signal; complete the states of a split optimiser, which may be saved."""
         self._bar.update(state.global_step - self._bar.n)

@@ -50,7 +50,7 @@ class Checkpoint:
         cls,
         model: nn.Module,
         average: nn.Module | None,
-        training: dict[str, Any],
+        training: dict[str, object],
         moments: dict[str, Tensor] | None,
     ) -> Checkpoint:
         """Return the state of a model, and of its moving average if it has one."""
