@@ -14,7 +14,7 @@ import mmod
 from mmod.io.tensors import write_tensors
 from mmod.opening.weights import read_weights
 from mmod.training import TrainConfig
-from mmod.training.engine.kind import evaluate, load
+from mmod.training.engine.kind import load
 from mmod.training.image.kind import ImageKind
 
 FOLDER = Path(mmod.__file__).parent / "data" / "weights"
@@ -28,7 +28,7 @@ def main(run: str, name: str) -> None:
         write_tensors(Path(folder) / "model.safetensors", weights, {})
         model = dataclasses.replace(config.model, checkpoint=folder)
         recipe = ImageKind(dataclasses.replace(config, model=model))
-        top1 = evaluate(recipe, load(recipe), progress=True).result.top1
+        top1 = recipe.score(load(recipe), progress=True).result.top1
     recipe_of_run = {key: value for key, value in config.to_dict().items() if key != "output"}
     FOLDER.mkdir(exist_ok=True)
     write_tensors(FOLDER / f"{name}.safetensors", weights, {"config": json.dumps(recipe_of_run), "top1": f"{top1:g}"})

@@ -21,7 +21,7 @@ from mmod.studies.measure import Measurer, identity_of, rows_of, starting_weight
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import BatchStore
-from mmod.training.engine.kind import Kind, cost, device_of, evaluate, readings
+from mmod.training.engine.kind import Kind, cost, device_of, readings
 from mmod.training.kinds import kind_of
 
 _SAMPLES = (1, 8, 32)
@@ -74,7 +74,7 @@ def _batches_of(kind: Kind) -> Iterator[BatchStore]:
 
 def _evaluated(batches: BatchStore, progress: bool, run: Run, callback: Callback, measurer: Measurer) -> Measured:
     """Evaluate the model that a run starts from."""
-    return rows_of(evaluate(run.start, measurer.load(run.start), progress, batches).result)
+    return rows_of(run.start.score(measurer.load(run.start), progress, batches).result)
 
 
 def _dense_of(model: nn.Module) -> nn.Module | None:

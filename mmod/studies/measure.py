@@ -28,7 +28,7 @@ from mmod.studies.runs import UNTUNED, Run
 from mmod.training import kinds
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
-from mmod.training.engine.kind import Kind, calibration, device_of, evaluate, load, seed_draws
+from mmod.training.engine.kind import Kind, calibration, device_of, load, seed_draws
 from mmod.training.engine.run_folder import portable
 
 BEFORE = "before"
@@ -232,7 +232,7 @@ def evaluate_once(store: Store, kind: Kind, load: Load = load, evaluated: Evalua
     identity = {"work": "rows of samples", **identity_of(kind.config)}
 
     def measure() -> Measured:
-        result, outcomes = evaluated or evaluate(kind, load(kind))
+        result, outcomes = evaluated or kind.score(load(kind))
         # They may have been written anew before they were loaded.
         check_unchanged({path: identity["weights"][name] for name, path in kind.config.model.weights.items()})
         samples = max(map(len, outcomes.values()), default=0)

@@ -36,7 +36,7 @@ from mmod.training.engine.evaluate import (
     kept_rows,
     read_rows,
 )
-from mmod.training.engine.kind import ModelInput, device_of
+from mmod.training.engine.kind import ModelInput, device_of, evaluation_data
 from mmod.training.engine.start import load_dense, task_options
 from mmod.training.engine.task import Batch, Task, with_total
 
@@ -114,8 +114,12 @@ class MiddleKind:
             distance_B = (image_output(model, batch[0]) - middle(batch[0])).square().mean(1).double()
         return {"loss": distance_B, "outcome": (distance_B < 0.01).double(), **kept_rows(decisions)}
 
-    def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
+    def score(
+        self, model: nn.Module, progress: bool = False, store: BatchStore | None = None, data: BatchStream | None = None
+    ) -> Evaluated:
         """Return the mean distance, and that of every image."""
+        if data is None:
+            data = evaluation_data(self, model)
         rows = read_rows(self.evaluate, model, data, progress=progress, store=store)
         result = EvalResult(float(rows["loss"].mean()), len(rows["loss"]), kept_means(rows))
         return Evaluated(result, {"distance": rows["loss"].numpy()})

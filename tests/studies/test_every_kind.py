@@ -23,7 +23,7 @@ from mmod.studies.kind import study_kind
 from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.runs import Run
 from mmod.training.engine.evaluate import BatchStore, RoutedResult
-from mmod.training.engine.kind import Step, evaluate, load
+from mmod.training.engine.kind import Step, load
 from mmod.training.kinds import KINDS, all_configs, config_class, fit, kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import config as image_config
@@ -73,7 +73,7 @@ def test_a_run_is_evaluated_and_planned_as_it_was_trained(
     assert named_kind([str(path), "--seed", "1"]) == kind
 
     figure = PAIRED.get(kind)
-    result, outcomes = evaluate(kind_of(done), load(kind_of(done)))
+    result, outcomes = kind_of(done).score(load(kind_of(done)))
     assert bool(outcomes) == (figure is not None)
     if figure is not None:
         # What models are paired by gives what is shown, the same samples weighted alike.
@@ -85,11 +85,11 @@ def test_a_run_is_evaluated_and_planned_as_it_was_trained(
 
     # What is stored of each batch needs no model.
     batches = BatchStore(OptionalStore(tmp_path / "batches.jsonl"), {})
-    assert evaluate(kind_of(done), load(kind_of(done)), store=batches).result == result
+    assert kind_of(done).score(load(kind_of(done)), store=batches).result == result
     silent = load(kind_of(done))
     with monkeypatch.context() as patch:
         patch.setattr(type(silent), "forward", None)
-        again = evaluate(kind_of(done), silent, store=batches)
+        again = kind_of(done).score(silent, store=batches)
     assert again.result == result
     assert again.outcomes.keys() == outcomes.keys()
     assert all(np.array_equal(again.outcomes[name], value) for name, value in outcomes.items())

@@ -17,7 +17,6 @@ from mmod.analysis import Prompt, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.evaluations import evaluate_answers
 from mmod.analysis.flop_count import vision_flops
-from mmod.data.labels import Classes
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.data.readers.lengths import open_checked
@@ -25,7 +24,6 @@ from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, answer_outcomes, ask, score
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_dense
-from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, decisions_of, kept_rows
 from mmod.training.engine.kind import COUNTED, ModelInput, device_of
 
@@ -42,23 +40,15 @@ class ChatKind:
         processor = create_processor(self.config) if weights else None
         return create_dense(self.config, processor, on_meta=not weights)
 
-    def data(
-        self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None
-    ) -> ChatDataset:
-        """Open the training conversations, or the questions of the evaluation; see `Kind.data`."""
-        if seed is None:
-            return self.questions
-        return open_checked(self.config.data.train, self.config.data, self.collator)
-
     def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Columns:
         """Return "loss" and "outcome", whether all tokens of the answers are the most likely, of every conversation."""
         with decisions_of(model) as decisions:
             loss_B, outcome_B = evaluate_answers(model, batch)
         return {"loss": loss_B, "outcome": outcome_B, **kept_rows(decisions)}
 
-    def score(self, model: nn.Module, data: ChatDataset, progress: bool, store: BatchStore | None = None) -> Evaluated:
+    def score(self, model: nn.Module, progress: bool = False, store: BatchStore | None = None) -> Evaluated:
         """Generate answers to the evaluation questions; see `Kind.score`."""
-        answers, kept = ask(self.config, model, self.collator, data, progress=progress, store=store)
+        answers, kept = ask(self.config, model, self.collator, self.questions, progress=progress, store=store)
         return Evaluated(score(answers, kept), answer_outcomes(answers))
 
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:

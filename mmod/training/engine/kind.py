@@ -90,20 +90,11 @@ class Kind(Protocol):
         Without `weights` it is a sketch or a teacher's: names and sizes count alone.
         """
 
-    def data(self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None) -> Any:
-        """Open the evaluation samples of one process, or with a seed the shuffled training samples.
-
-        Raise a ValueError unless the model fits them. The run's config says which, so no other is passed.
-
-        Args:
-            classes: Those of the training data beside which a run is evaluated, where these have any.
-        """
-
     def evaluate(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch of the evaluation set, on the model's device, of a model in evaluation mode."""
 
-    def score(self, model: nn.Module, data: Any, progress: bool, store: BatchStore | None = None) -> Evaluated:
-        """Evaluate a model over the evaluation samples of this process, as `data` opened them.
+    def score(self, model: nn.Module, progress: bool = False, store: BatchStore | None = None) -> Evaluated:
+        """Evaluate a model on the full evaluation set, in this process.
 
         It gets the model, and not only the rows of `evaluate`: images may be evaluated at several capacities, pairs by
         classes that are no pairs, and conversations by answers that the model generates.
@@ -128,6 +119,22 @@ class LoopKind(Kind, Protocol):
     @property
     def config(self) -> LoopConfig:
         """The config of the run."""
+
+    def data(
+        self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None
+    ) -> BatchStream:
+        """Open the evaluation samples of one process, or with a seed the shuffled training samples.
+
+        Raise a ValueError unless the model fits them. The run's config says which, so no other is passed.
+
+        Args:
+            classes: Those of the training data beside which a run is evaluated, where these have any.
+        """
+
+    def score(
+        self, model: nn.Module, progress: bool = False, store: BatchStore | None = None, data: BatchStream | None = None
+    ) -> Evaluated:
+        """Evaluate a model on samples of this process, as `data` opened them; None for all; see `Kind.score`."""
 
     def load(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
         """Load the dense part of a checkpoint into a dense model; return the weights that methods added.
@@ -154,8 +161,7 @@ def device_of(kind: Kind) -> torch.device:
 
 def create(kind: Kind) -> nn.Module:
     """Create the model that a run starts from, methods applied, on the CPU and in training mode."""
-    created: nn.Module = import_path(f"{kind.config.engine}.start:create")(kind)
-    return created
+    return import_path(f"{kind.config.engine}.start:create")(kind)
 
 
 def load(kind: Kind) -> nn.Module:
@@ -190,14 +196,9 @@ def calibration(kind: Kind, model: nn.Module, batches: int, size: int) -> Iterab
     return [dict(zip(by_name, together)) for together in zip(*by_name.values())]
 
 
-def evaluation_data(kind: Kind, model: nn.Module) -> Any:
+def evaluation_data(kind: LoopKind, model: nn.Module) -> BatchStream:
     """Open the evaluation samples, all of them in this process: one command evaluates, also where several trained."""
     return kind.data(model, Process(0, 1, device_of(kind)))
-
-
-def evaluate(kind: Kind, model: nn.Module, progress: bool = False, store: BatchStore | None = None) -> Evaluated:
-    """Evaluate a model on the full evaluation set, in this process; see `Kind.score`."""
-    return kind.score(model, evaluation_data(kind, model), progress, store)
 
 
 def seed_draws(seed: int, step: int, rank: int) -> None:

@@ -373,7 +373,7 @@ class _Trainer:
 
     def _evaluate_model(self, model: nn.Module) -> Evaluated:
         with self.parallel.full_weights(model) as gathered_model:
-            return self.kind.score(gathered_model, self.test_stream, self.progress)
+            return self.kind.score(gathered_model, self.progress, data=self.test_stream)
 
     @property
     def _checkpoints(self) -> Path:

@@ -33,7 +33,7 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, store_of
-from mmod.training.engine.kind import ModelInput, device_of
+from mmod.training.engine.kind import ModelInput, device_of, evaluation_data
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
 from mmod.training.image.config import TrainConfig
@@ -81,7 +81,7 @@ class ImageKind:
     def data(
         self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None
     ) -> BatchStream:
-        """Open the images, whose classes are those of the model by name, or of the training data; see `Kind.data`.
+        """Open the images, whose classes are those of the model by name, or of the training data; see `LoopKind.data`.
 
         Raises:
             ValueError: The model does not know a class, or its names are not known and it has another number of them;
@@ -146,8 +146,12 @@ class ImageKind:
         check_labels(rows)
         return rows
 
-    def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
+    def score(
+        self, model: nn.Module, progress: bool = False, store: BatchStore | None = None, data: BatchStream | None = None
+    ) -> Evaluated:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
+        if data is None:
+            data = evaluation_data(self, model)
         config = self.config
         routing = self.config.image_routing
         measure = partial(evaluate_set, model, data, config.precision, progress=progress)

@@ -89,7 +89,7 @@ class PairsKind:
     def data(
         self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None
     ) -> BatchStream:
-        """Open the pairs, for the model's image size and context length; see `Kind.data`."""
+        """Open the pairs, for the model's image size and context length; see `LoopKind.data`."""
         config = self.config
         augment = None if seed is None else config.augment
         transform, tokenizer = create_transforms(model, config.model.name, augment)
@@ -107,8 +107,12 @@ class PairsKind:
         """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
+    def score(
+        self, model: nn.Module, progress: bool = False, store: BatchStore | None = None, data: BatchStream | None = None
+    ) -> Evaluated:
         """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate_set`."""
+        if data is None:
+            data = evaluation_data(self, model)
         transform, tokenizer = create_transforms(model, self.config.model.name, None)
         return evaluate_set(
             model,

@@ -23,7 +23,7 @@ from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import BatchStore, Columns, Evaluated, read_rows
-from mmod.training.engine.kind import ModelInput, device_of
+from mmod.training.engine.kind import ModelInput, device_of, evaluation_data
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate_batch, evaluate_ways, score
@@ -57,7 +57,7 @@ class TextKind:
     def data(
         self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None
     ) -> BatchStream:
-        """Open the windows of evaluation or training; see `Kind.data`."""
+        """Open the windows of evaluation or training; see `LoopKind.data`."""
         return text_stream(self.config.data, seed, process.rank, process.world)
 
     def task(self, model: nn.Module, teacher: nn.Module | None) -> TextTask:
@@ -68,8 +68,12 @@ class TextKind:
         """Return the rows of a batch; see `mmod.training.text.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def score(self, model: nn.Module, data: BatchStream, progress: bool, store: BatchStore | None = None) -> Evaluated:
+    def score(
+        self, model: nn.Module, progress: bool = False, store: BatchStore | None = None, data: BatchStream | None = None
+    ) -> Evaluated:
         """Measure the losses of a model in every way in which it can decide; see `evaluate_ways`."""
+        if data is None:
+            data = evaluation_data(self, model)
         read = partial(evaluate_ways, precision=self.config.precision, elastic=self.config.elastic)
         rows = read_rows(read, model, data, progress=progress, store=store)
         return Evaluated(score(rows, model))

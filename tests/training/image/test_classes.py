@@ -27,7 +27,7 @@ from mmod.studies.advised import read_images
 from mmod.studies.audit.sets import read_set
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.kind import create, evaluate, load
+from mmod.training.engine.kind import create, load
 from mmod.training.engine.run_folder import told_start
 from mmod.training.image.config import DistillConfig
 from mmod.training.image.kind import ImageKind
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assessed(config: TrainConfig) -> tuple[EvalResult, Any]:
     kind = ImageKind(config)
     model = load(kind)
-    return evaluate(kind, model).result, model
+    return kind.score(model).result, model
 
 
 def of_run(trained: Path, data: Path, **changes: Any) -> TrainConfig:

@@ -11,7 +11,7 @@ from mmod.io.tensors import read_tensors
 from mmod.opening.runs import find_weights
 from mmod.plain import from_plain
 from mmod.training import TrainConfig
-from mmod.training.engine.kind import evaluate, load
+from mmod.training.engine.kind import load
 from mmod.training.image.kind import ImageKind
 
 CONFIGS = {"digits-dense": "digits/filled.yaml", "digits-shallow": "digits/filled-shallow.yaml"}
@@ -34,5 +34,5 @@ def test_shipped_weights_score_what_they_say(name: str) -> None:
         data=dataclasses.replace(config.data, root=None),
     )
     shipped = ImageKind(config)
-    evaluation = evaluate(shipped, load(shipped)).result
+    evaluation = shipped.score(load(shipped)).result
     assert (evaluation.samples, evaluation.top1) == (1000, pytest.approx(float(header["top1"]), abs=0.2))

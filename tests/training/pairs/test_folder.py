@@ -13,7 +13,7 @@ from PIL import Image
 
 import mmod
 from mmod.training import fit
-from mmod.training.engine.kind import evaluate, load
+from mmod.training.engine.kind import load
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.training.pairs.kind import PairsKind, create_dense, create_transforms
 from tests.kit.pair_folders import SIDE, save_pair_model
@@ -76,7 +76,7 @@ def test_a_routed_run_is_trained_evaluated_and_reopened(saved: tuple[Path, Any],
     assert isinstance(reopened, type(host))
     again = config_of(tmp_path / "run" / "model", tmp_path / "again", loss=loss)
     kind = PairsKind(again)
-    assert evaluate(kind, load(kind)).result.columns() == pytest.approx(result.evaluation.columns())
+    assert kind.score(load(kind)).result.columns() == pytest.approx(result.evaluation.columns())
     dense = config_of(folder, tmp_path / "dense", model={"name": str(folder), "checkpoint": str(tmp_path / "run")})
     with pytest.raises(ValueError, match="router"):
         load(PairsKind(dense))
@@ -87,7 +87,7 @@ def test_capacity_1_is_evaluated_as_the_dense_model(saved: tuple[Path, Any], tmp
     results = []
     for name, routing in {"dense": None, "routed": {"image": {"router": "linear", "capacity": 1.0}}}.items():
         kind = PairsKind(config_of(folder, tmp_path / name, routing=routing))
-        results.append(evaluate(kind, load(kind)).result.columns())
+        results.append(kind.score(load(kind)).result.columns())
     dense, routed = ({key: value for key, value in columns.items() if "kept" not in key} for columns in results)
     assert routed == pytest.approx(dense)
 
