@@ -93,7 +93,7 @@ class VisionPass:
         inner: Any = readers[-1]
         self._read = inner.get_image_features
         named = set(inspect.signature(self._read).parameters) - _OF_TEXT
-        self.inputs: dict[str, Any] = {}
+        self.inputs: dict[str, Tensor] = {}
         for name, value in inputs.items():
             if name in named and value is not None:
                 self.inputs[name] = value.cpu()

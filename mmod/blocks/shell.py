@@ -10,19 +10,19 @@ from torch import Tensor
 from mmod.blocks.branches import running
 from mmod.blocks.conversion import Mixin
 from mmod.ops import add_key_bias
-from mmod.ops.intercept import AttentionIntercept
+from mmod.ops.intercept import AttentionIntercept, Result
 
 KEY_BIAS = "mmod_key_bias"
 """The keyword by which methods pass a bias of keys (B, 1 or H, 1 or K, K) to a block whose forward takes no mask."""
 
 
 def run_inside(
-    block: Any,
+    block: Mixin,
     change: AttentionIntercept,
-    forward: Callable[..., object],
+    forward: Callable[..., Result],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-) -> Any:
+) -> Result:
     """Run a host's forward inside a mode that changes its attention; what reads the attention sees it changed."""
     state = block.mod_state
     inner = state.inner

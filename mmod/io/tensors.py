@@ -8,12 +8,13 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.io.files import DamagedFileError
 from mmod.names import first_names, plural
 
 if TYPE_CHECKING:
+    from safetensors import safe_open
     from torch import Tensor
 
 WEIGHTS = "model.safetensors"
@@ -90,7 +91,7 @@ def tensor_names(path: str | Path) -> list[str]:
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[Any]:
+def _opened(path: str | Path) -> Iterator[safe_open]:
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ class Drawn(Added):
         drawn: The weights were drawn; False on the meta device, after which a host may say when they are.
     """
 
-    weight: Any
+    weight: Tensor
     drawn: bool
 
     def reset_parameters(self) -> None:
