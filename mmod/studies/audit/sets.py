@@ -22,6 +22,7 @@ from mmod.data.loader import scenes_of
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import is_routed, routing_configs
 from mmod.training.engine.kind import Kind, LoopKind, evaluation_data
+from mmod.training.engine.task import Batch
 from mmod.training.kinds import kind_of
 from mmod.values import IGNORED, refuse_unknown
 
@@ -44,7 +45,7 @@ class Batches:
         return self.make()
 
 
-def _streamed(kind: LoopKind, model: nn.Module, label: Callable[[Any], LabelledBatch] = LabelledBatch) -> Batches:
+def _streamed(kind: LoopKind, model: nn.Module, label: Callable[[Batch], LabelledBatch] = LabelledBatch) -> Batches:
     """Return the batches that training evaluates, with labels."""
     stream = evaluation_data(kind, model)
     return Batches(lambda: map(label, stream.batches(0)), stream.steps_per_epoch)
