@@ -18,7 +18,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 from docstring_parser import parse
@@ -32,7 +32,10 @@ from mmod.io.yaml import merged, read_yaml
 from mmod.plain import dataclass_in, from_plain
 from mmod.values import describe, one_of
 
-Config = TypeVar("Config")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
 ConfigClasses = type[Config] | Mapping[str, type[Config]]
 Check = Callable[[type[Config], Mapping[str, object]], None]
 """Raises for what is wrong in the plain fields of a config of some class, before one is made of them."""
@@ -73,7 +76,7 @@ def parse_config(
         sys.exit(2)
     # After all checks, so that the config that is printed can be run.
     if is_printed:
-        print(yaml.safe_dump(dataclasses.asdict(typing.cast(Any, config)), sort_keys=False), end="")
+        print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")
         sys.exit(0)
     return config
 

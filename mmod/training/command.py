@@ -99,7 +99,7 @@ def _has_blocks(model: nn.Module) -> bool:
 
 
 def parse_run(
-    arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[object] | None = None
+    arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[RunConfig] | None = None
 ) -> Any:
     """Return the config of a command line as `RunConfig.parse` does, of the kind that it names.
 
@@ -141,7 +141,7 @@ def parse_run(
 
 
 def _parse_config(
-    arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[object] | None = None
+    arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[RunConfig] | None = None
 ) -> RunConfig:
     # What cannot be read is refused here, and once.
     named = named_kind(arguments)
