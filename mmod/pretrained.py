@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,22 @@ HUB = "hf-hub:"
 # Attributes that change with use, and not what the model computes.
 _PASSING = ("training", "grad_checkpointing", "drawn", "mod_emptied", "fused_attn", "distilled_training")
 _PLAIN = (str, bool, int, float, type(None))
-_KEYS = ("format_version", "versions", "library", "model", "methods", "proofs")
 # The library of a model that the user's own code builds.
 OWN = "own"
+
+
+class _Description(TypedDict):
+    """What a folder says of its model; keys are checked when it is read, and values when the model is built."""
+
+    format_version: int
+    versions: dict[str, str]
+    library: str
+    model: dict[str, Any]
+    methods: list[dict[str, object]]
+    proofs: dict[str, object]
+
+
+_KEYS = tuple(_Description.__annotations__)
 
 
 def save_pretrained(
@@ -181,7 +194,7 @@ def _check_files(folder: Path) -> None:
     )
 
 
-def _read_saved(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_saved(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
     """Return the description and the weights in a folder, which say of each other that they belong together."""
     config = _read_config(folder / CONFIG)
     state, header = read_tensors(folder / WEIGHTS)
@@ -194,9 +207,7 @@ def _read_saved(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, state
 
 
-def _change_own(
-    model: nn.Module | None, config: Mapping[str, Any], state: Mapping[str, Tensor], folder: Path
-) -> nn.Module:
+def _change_own(model: nn.Module | None, config: _Description, state: Mapping[str, Tensor], folder: Path) -> nn.Module:
     """Change the dense model of a user's own class as the saved one was; it stays dense if the weights do not fit."""
     _OWN_SAVING.check_description(config["model"])
     if model is None:
@@ -227,7 +238,7 @@ def _refuse_model(model: nn.Module | None, library: str) -> None:
         raise TypeError(f"model is for classes of your own: this folder holds a model of {library}, which mmod builds")
 
 
-def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
+def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: _Description, folder: Path) -> None:
     """Raise a ValueError if a dense model lacks blocks of the one that was saved, or has weights that it lacked.
 
     The class is not compared: the same code has another name where it is imported, `__main__.ViT` or `vit.ViT`.
@@ -254,7 +265,7 @@ def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[
         raise ValueError(f"{refusal}out {', '.join(unknown[:3])}, which {actual} has")
 
 
-def _build_that_fits(config: dict[str, object], state: dict[str, Tensor], folder: Path) -> nn.Module:
+def _build_that_fits(config: _Description, state: dict[str, Tensor], folder: Path) -> nn.Module:
     """Return the model of a description, whose weights have the shapes of saved ones."""
     try:
         with torch.device("meta"), Unfilled():
@@ -335,7 +346,7 @@ def apply_again(model: nn.Module, description: Mapping[str, object]) -> None:
             read_method(values).apply_(model)
 
 
-def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None) -> dict[str, object]:
+def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None) -> _Description:
     """Return the JSON description from which `_build` makes the model again."""
     methods = methods_of(model)
     if not methods and methods_inside(model):
@@ -363,7 +374,7 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None)
         "proofs": proofs_of(model),
     }
     try:
-        plain: dict[str, object] = json.loads(json.dumps(described))
+        plain: _Description = json.loads(json.dumps(described))
     except TypeError as error:
         raise ValueError(
             f"cannot save this {type(model).__name__}: an argument it was made with is no JSON value"
@@ -414,13 +425,13 @@ def _saving(library: str) -> Saving:
     return saving
 
 
-def _build(config: dict[str, object]) -> nn.Module:
+def _build(config: _Description) -> nn.Module:
     model = _build_dense(config)
     apply_again(model, config)
     return model
 
 
-def _build_dense(config: dict[str, Any]) -> nn.Module:
+def _build_dense(config: _Description) -> nn.Module:
     saving = _saving(config["library"])
     saving.check_description(config["model"])
     try:
@@ -446,7 +457,7 @@ def _check_plain(state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> None:
+def _check_rebuilds(config: _Description, model: nn.Module, state: dict[str, Tensor]) -> None:
     described = brief(config["model"].get("architecture") or config["model"])
     refusal = (
         f"cannot save this {type(model).__name__}: built again from {described} it has other weights, so it was "
@@ -524,7 +535,7 @@ def _restored(folder: Path) -> str:
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> _Description:
     try:
         config = parse_json(path.read_bytes(), repr(str(path)))
     except ValueError as error:
@@ -550,7 +561,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(libraries)}, got {sorted(config)}"
         )
-    return dict(config)
+    return config
 
 
 def _version(package: str) -> str:
