@@ -278,8 +278,7 @@ class NamedArguments(CallForm, BlockCall):
     @property
     def _implementation(self) -> str:
         """Name of the implementation of attention."""
-        name: str = getattr(self.attention_config, "_attn_implementation", MASKED[0])
-        return name
+        return getattr(self.attention_config, "_attn_implementation", MASKED[0])
 
     def bind(self, args: tuple[object, ...], kwargs: Arguments) -> dict[str, object]:
         """Return arguments by name, without those that have their defaults."""

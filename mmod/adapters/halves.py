@@ -172,8 +172,7 @@ class _Search:
             output = self.block(x_BND, **arguments, **missing)
         if isinstance(output, tuple):
             output = output[0]
-        tokens: Tensor = output
-        return tokens
+        return output
 
     def attempt(self, replaced: Mapping[str, _Replacement], *options: Any) -> Tensor | None:
         """Return what `run` does; None if the block does not run so."""

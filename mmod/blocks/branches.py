@@ -217,12 +217,10 @@ class SilencedHalves(Halves):
     def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, object]) -> Tensor:
         """Return tokens (B, N, D) after the block's attention."""
         with running(block.mod_state.inner, self.mlp, expects_batch=False):
-            y: Tensor = block.mod_run_host(x_BND, **arguments)
-            return y
+            return block.mod_run_host(x_BND, **arguments)
 
     def feed(self, block: Any, x_BND: Tensor, arguments: Mapping[str, object]) -> Tensor:
         """Return tokens (B, N, D) after the block's MLP."""
         read = {name: arguments[name] for name in self.fed if name in arguments}
         with running(block.mod_state.inner, self.attention, expects_batch=False):
-            y: Tensor = block.mod_run_host(x_BND, **{**dict.fromkeys(self.required), **read})
-            return y
+            return block.mod_run_host(x_BND, **{**dict.fromkeys(self.required), **read})

@@ -132,8 +132,7 @@ def _instance(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHELL) ->
 
 def mixins_of(module: nn.Module) -> Mixins:
     """Return the mixins in front of a module's host class; none for a dense module."""
-    mixins: Mixins = getattr(type(module), "mod_mixins", ())
-    return mixins
+    return getattr(type(module), "mod_mixins", ())
 
 
 def host_class(module: nn.Module) -> type[nn.Module]:

@@ -56,8 +56,7 @@ class ConvertedBlock(Mixin):
                     return run()
         watch.cross = state.call.cross
         with running(state.inner, {}):
-            y: Tensor = watch.run(run, (), {})
-            return y
+            return watch.run(run, (), {})
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse TorchScript."""

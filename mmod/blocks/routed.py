@@ -130,8 +130,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
     def mod_normed(self, x: Tensor) -> Tensor:
         """Return the output of the block's first norm, which the router scores instead of the tokens."""
         norm = self.mod_state.call.first_norm(self)
-        normed: Tensor = norm(x)
-        return normed
+        return norm(x)
 
     def mod_note(self, routing: Routing, x: Tensor) -> None:
         """Record a decision and, in training, its losses. In other calls nobody reads what would keep tensors alive."""

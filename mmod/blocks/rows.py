@@ -334,8 +334,7 @@ class Execution(ABC):
         """Return the block's first norm, if a kernel may compute it; a CPU has one only where it is forced."""
         if not self.call.fused_norm:
             return None
-        norm: nn.Module = getattr(block, self.call.fused_norm)
-        return norm
+        return getattr(block, self.call.fused_norm)
 
     def gated(self, block: ConvertedBlock, gate: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the gate weighs the block's branches, if the config says so."""

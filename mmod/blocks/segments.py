@@ -178,8 +178,7 @@ class SequenceImages:
 
 def _outside_graphs(function: Callable[..., object]) -> Callable[..., object]:
     if torch.compiler.is_compiling():
-        disabled: Callable[..., object] = torch.compiler.disable(function)
-        return disabled
+        return torch.compiler.disable(function)
     return function
 
 

@@ -229,8 +229,7 @@ def score(name: str, **options: object) -> Score:
         >>> score("attention", importance="class_token")
         Attention(importance='class_token')
     """
-    made: Score = read_part("router", {"name": name, **options})
-    return made
+    return read_part("router", {"name": name, **options})
 
 
 def read_part(field: str, value: object) -> Any:

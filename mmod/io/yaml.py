@@ -75,8 +75,7 @@ class _Loader(yaml.SafeLoader):
         fault = switch_fault(node.value)
         if fault:
             raise _SwitchError(None, None, fault, node.start_mark)
-        value: bool = super().construct_yaml_bool(node)
-        return value
+        return super().construct_yaml_bool(node)
 
 
 def switch_fault(text: str) -> str:

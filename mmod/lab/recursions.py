@@ -316,8 +316,7 @@ class Cycle(Choosing):
                 return y
             # In the first recursion, the rows are all tokens.
             tokens = x_BND if recursion else y
-            attended: Tensor = run.attend_to_all(block, block, arguments, tokens, y, routing, keys)
-            return attended
+            return run.attend_to_all(block, block, arguments, tokens, y, routing, keys)
         # A cache hears of a run without rows too.
         selected = run.select_tokens(arguments, x_BND, routing)
         if not y.shape[1]:

@@ -502,8 +502,7 @@ def method_owners(model: nn.Module) -> list[nn.Module]:
 
 def own_methods(module: nn.Module) -> tuple[Method, ...]:
     """Return the methods that were applied to a module itself, in order, without those of models inside it."""
-    methods: tuple[Method, ...] = vars(module).get("mod_methods", ())
-    return methods
+    return vars(module).get("mod_methods", ())
 
 
 def methods_of(model: nn.Module) -> tuple[Method, ...]:

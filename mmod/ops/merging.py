@@ -164,8 +164,7 @@ def size_groups(
 
 
 def _run_sizes(slot: Tensor, slots: int, dtype: torch.dtype, all_join: bool) -> tuple[Tensor, Tensor]:
-    sizes: tuple[Tensor, Tensor] = size_groups(slot, slots, dtype, all_join=all_join)
-    return sizes
+    return size_groups(slot, slots, dtype, all_join=all_join)
 
 
 _sizes_in_graph = torch_op(

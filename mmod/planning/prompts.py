@@ -108,8 +108,7 @@ def _end_tokens(config: Any) -> list[int]:
     """Return the tokens that end an answer: hosts have none, one, or several in a list or a tensor."""
     if config.eos_token_id is None:
         return []
-    tokens: list[int] = torch.tensor(config.eos_token_id).flatten().tolist()
-    return tokens
+    return torch.tensor(config.eos_token_id).flatten().tolist()
 
 
 def of_equal_length(model: Any, batch: PromptBatch, like: PromptBatch | None = None) -> PromptBatch | None:

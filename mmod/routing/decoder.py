@@ -133,8 +133,7 @@ class DecoderRouter(Router):
         if score.reads_frames and not is_shared:
             assert self.score is not None
             # In packed rows too, the frame before stands in the same row.
-            scored: Tensor = self.score(x_BND, tokens.free_BN, earlier_BN=tokens.earlier_BN)
-            return scored
+            return self.score(x_BND, tokens.free_BN, earlier_BN=tokens.earlier_BN)
         # Shared scores are ready, and a linear score reads each token alone.
         if segments is None or is_shared or isinstance(self.score, LinearScore):
             return self._score_rows(x_BND, score, importance_BN, tokens.free_BN)

@@ -208,10 +208,9 @@ def _counted(study: Study, run: Run, measurer: Measurer, table: Table) -> dict[s
     """Return the costs of a run's final model, which are counted once on a machine."""
     identity = {"work": "costs", "batch": study.config.latency_batch, **identity_of(run.final.config)}
     rows = table.runs[run.name][run.seed]
-    costs: dict[str, float] = measurer.store.once(
+    return measurer.store.once(
         identity, lambda: study.kind.count(study, run, measurer.final(run), rows), timed_on=str(device_of(run.final))
     )
-    return costs
 
 
 def _draw_once(study: Study, run: Run, measurer: Measurer) -> None:

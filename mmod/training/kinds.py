@@ -79,8 +79,7 @@ KINDS = {
 def config_class(name: str) -> type[RunConfig]:
     """Return the config of a kind by name; imported without torch, so that `--help` is fast."""
     one_of("kind", name, tuple(KINDS))
-    config: type[RunConfig] = import_path(KINDS[name].config)
-    return config
+    return import_path(KINDS[name].config)
 
 
 def all_configs() -> dict[str, type[RunConfig]]:
@@ -157,11 +156,9 @@ def fit(config: RunConfig, **options: object) -> FitResult[RoutedResult | None]:
         >>> result.steps, result.evaluation.samples
         (4, 64)
     """
-    trained: FitResult[RoutedResult | None] = import_path(f"{config.engine}.loop:fit")(kind_of(config), **options)
-    return trained
+    return import_path(f"{config.engine}.loop:fit")(kind_of(config), **options)
 
 
 def estimate(config: RunConfig) -> RunEstimate:
     """Count what a run would cost, without training."""
-    counted: RunEstimate = import_path(f"{config.engine}.estimate:estimate")(kind_of(config))
-    return counted
+    return import_path(f"{config.engine}.estimate:estimate")(kind_of(config))

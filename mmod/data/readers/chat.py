@@ -149,8 +149,7 @@ class ChatCollator:
 
     def _apply_template(self, messages: Sequence[Message], ask: bool = False) -> str:
         turns = [{"role": message.role, "content": _content(message)} for message in messages]
-        text: str = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
-        return text
+        return self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
 
     def _answers(self, text: str, chat: ChatSample) -> list[tuple[int, int]]:
         """Return start and end of each answer in the rendered text."""

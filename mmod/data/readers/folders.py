@@ -175,8 +175,7 @@ class FolderSource:
 
     def labels(self) -> list[int]:
         """Return the class of each sample, -1 for none, without decoding images."""
-        labels: list[int] = self._labels.tolist()
-        return labels
+        return self._labels.tolist()
 
 
 def _open_classes(folder: str, model: ModelClasses | None) -> tuple[PathsByFolder, list[str]]:

@@ -44,8 +44,7 @@ _PREFIXES = {
 
 def create(kind: Any) -> nn.Module:
     """Create the model that a run starts from; see `mmod.training.engine.kind.create`."""
-    created: nn.Module = create_with_processor(kind.config)[0]
-    return created
+    return create_with_processor(kind.config)[0]
 
 
 def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[Any, object]:

@@ -172,8 +172,7 @@ class RunConfig:
         """The parts of a model that can be routed; a plan is searched for the first, where a search names no other."""
         if self.part:
             return (self.part,)
-        names: tuple[str, ...] = type(self).__dataclass_fields__["routing"].metadata["names"]
-        return names
+        return type(self).__dataclass_fields__["routing"].metadata["names"]
 
     @property
     def image_shape(self) -> tuple[int, int, int] | None:

@@ -147,8 +147,7 @@ class Captions:
         encoded = self.tokenizer(
             listed, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
         )
-        ids: Tensor = encoded["input_ids"]
-        return ids
+        return encoded["input_ids"]
 
 
 def save_model(model: TwoTowers, source: str, target: Path) -> None:
