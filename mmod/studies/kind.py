@@ -127,5 +127,4 @@ class StudyKind:
 
 def study_kind(name: str) -> StudyKind:
     """Return the kind of study of a name, which is `STUDY` in its module. Imports its libraries."""
-    kind: StudyKind = import_path(f"mmod.studies.{name}:STUDY")
-    return kind
+    return import_path(f"mmod.studies.{name}:STUDY")
