@@ -187,8 +187,7 @@ class StudyConfig(Checked):
     def baselines_by_series(self) -> Mapping[str, Mapping[float, dict[str, object]]]:
         """Fields of the baselines by series and budget."""
         # Configs of kinds without baselines have no such field.
-        named: Mapping[str, Mapping[float, dict[str, object]]] = getattr(self, "baselines", {})
-        return named
+        return getattr(self, "baselines", {})
 
     def _check_budgets(self) -> None:
         """Raise for a series that names no budget, and for a budget that is run and no series names."""
