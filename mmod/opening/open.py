@@ -193,8 +193,7 @@ def _run(run: Path, path: Path, options: Options) -> Opened:
         name = f"the final model of the run {run}"
     elif path == run:
         name = f"the last checkpoint of the run {run}, which is not finished"
-    named: Opened = import_path(f"{_RUNS}:of_run")(opened._replace(sentence=name), run)
-    return named
+    return import_path(f"{_RUNS}:of_run")(opened._replace(sentence=name), run)
 
 
 def _with_methods(opened: Opened, dense: bool) -> Opened:
