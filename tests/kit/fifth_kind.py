@@ -132,7 +132,9 @@ class MiddleKind:
         def count(kept: Any) -> float:
             return flops(model, {"image": parts[0][:1]}, needed_shares(model, kept)).routed
 
-        return {"image": ModelInput(parts, sum(map(len, parts)), partial(image_output, model), count)}
+        # The last one may be smaller.
+        full = [images for images in parts if len(images) == len(parts[0])]
+        return {"image": ModelInput(full, len(full[0]), partial(image_output, model), count)}
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the weights."""
