@@ -53,8 +53,10 @@ def fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(**options: Any) -> nn.Module:
+    """Return a model of half the width of timm's smallest: hundreds of images run through each of many candidates."""
     torch.manual_seed(0)
-    return timm.create_model("test_vit", **{"dynamic_img_size": True, "num_classes": 7, **options}).eval()
+    options = {"embed_dim": 32, "dynamic_img_size": True, "num_classes": 7, **options}
+    return timm.create_model("test_vit", **options).eval()
 
 
 def pictures(number: int, flat: bool = False) -> Tensor:
@@ -1031,7 +1033,7 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     monkeypatch.setattr(trials, "FEW_ROUNDS", 1)
     if faster > 2:
         few_series(monkeypatch, "smaller-image")
-    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    model = make(num_classes=1000)
     images = torch.randn(4, 3, 160, 160, generator=torch.Generator().manual_seed(0))
     advice = trials.advise(model, [images], batch_size=2, faster=faster, progress=False)
     tried = {row.name.rpartition("-")[0] or row.name for row in advice.rows}
@@ -1054,7 +1056,7 @@ def test_own_models_are_compared_whatever_speed_is_wanted(
     mine: float, control: float, clock: Callable[[Mapping[str, float]], None]
 ) -> None:
     clock({"mine": 10 / mine, "random": 10 / control})
-    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    model = make(num_classes=1000)
     models = {}
     for name, router in {"mine": "norm", "random": "random"}.items():
         models[name] = mmod.route_(mmod.model.copy_of(model), mmod.RoutingConfig(router=router, blocks="late"))
@@ -1078,7 +1080,7 @@ def test_each_timed_round_reads_other_images_and_all_models_the_same(
             read.append(float(images.double().sum()))
 
     monkeypatch.setattr(samples, "image_output", output)
-    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    model = make(num_classes=1000)
     advice = trials.advise(model, [pictures(64)], batch_size=4, faster=faster, progress=False)
     assert len(set(read)) == rounds
     if faster is None:
@@ -1121,7 +1123,7 @@ def test_a_wanted_speed_takes_few_passes_and_shows_life(
     # Each look at the clock takes half a minute.
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=count(0, 30).__next__))
     monkeypatch.setattr(progress, "_MOST", 60)
-    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    model = make(num_classes=1000)
     images = pictures(256)
     advice = trials.advise(model, [images], batch_size=batch_size, faster=1.4)
     assert passes.pop("dense model") == len(images)
@@ -1150,7 +1152,7 @@ def test_a_wanted_speed_takes_few_passes_and_shows_life(
 
 
 def test_a_wanted_speed_chooses_candidates_itself() -> None:
-    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    model = make(num_classes=1000)
     images = [torch.randn(2, 3, 160, 160)]
     for options in ({"faster": 1.0}, {"faster": 1.4, "candidates": [Candidate("a", routing={"router": "norm"})]}):
         with pytest.raises(ValueError, match="faster"):
