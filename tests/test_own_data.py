@@ -135,7 +135,10 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
             told = {**told, "checkpoint": "weights.safetensors"}
             save_file(timm.create_model(VIT, **told["args"]).state_dict(), folder / "weights.safetensors")
         words = [f"--dense.model.{key} {shlex.quote(json.dumps(value))}" for key, value in told.items()]
-        monkeypatch.setitem(SMALL, "tradeoff study.yaml", f"{' '.join(words)} --dense.data.image_size {side}")
+        # Every budget on the smallest grid, and one on those that take longer to count.
+        few = "--budgets '[0.7]'" if side > 32 else ""
+        monkeypatch.setitem(SMALL, "tradeoff my-model", few)
+        monkeypatch.setitem(SMALL, "tradeoff study.yaml", f"{' '.join(words)} --dense.data.image_size {side} {few}")
         # The run of the page on images, whose final model is not loaded where a study is planned alone.
         (folder / "runs/flowers").mkdir(parents=True)
         data = {"source": "folder", "root": "data/flowers", "image_size": side, "channels": 3}
