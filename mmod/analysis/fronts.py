@@ -55,7 +55,7 @@ def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
         >>> costs = {"a": (1.0, 5), "b": (2.0, 4), "c": (0.99, 3)}
         >>> marks = [Mark(name, name, cost, score, score, score) for name, (cost, score) in costs.items()]
         >>> [mark.name for mark in front_of(marks)], [mark.name for mark in front_of(marks, faster=True)]
-        (['a'], ['b', 'a'])
+        (['c', 'a'], ['b', 'a'])
     """
     # By number: marks may share a name.
     costs = {}

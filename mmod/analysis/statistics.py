@@ -451,12 +451,12 @@ def unbeaten(
     return names
 
 
-def pareto_front(costs: Mapping[Name, float], scores: Mapping[Name, float], tolerance: float = _AS_CHEAP) -> list[Name]:
-    """Return the names than which none that is as cheap scores more, or as much at less cost.
+def pareto_front(costs: Mapping[Name, float], scores: Mapping[Name, float]) -> list[Name]:
+    """Return the names than which none at most as dear scores more, or as much at less cost.
 
     Example:
         >>> pareto_front({"a": 1.0, "b": 2.0, "c": 0.99}, {"a": 5, "b": 4, "c": 3})
-        ['a']
+        ['a', 'c']
     """
 
     def is_better(one: Name, other: Name) -> bool:
@@ -464,4 +464,4 @@ def pareto_front(costs: Mapping[Name, float], scores: Mapping[Name, float], tole
             return costs[one] < costs[other]
         return scores[one] > scores[other]
 
-    return unbeaten(costs, is_better, tolerance)
+    return unbeaten(costs, is_better, tolerance=1.0)

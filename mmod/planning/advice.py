@@ -428,7 +428,8 @@ class Advice:
             score = factor * compared
             # A schedule is named after its paper, as in "as FastV".
             series = row.series or row.name.removeprefix("as ").partition(" ")[0]
-            figures = (row.speedup.median, score.value, score.low, score.high)
+            # As the table shows them, whose stars are the front.
+            figures = (row.speedup.shown.median, score.value, score.low, score.high)
             marks.append(Mark(row.name, series, *figures, row.code, row == named))
         figure = new_figure(7, 4.8)
         axis = figure.subplots()

@@ -189,4 +189,4 @@ def shown_front(speedups: Mapping[str, float], scores: Mapping[str, float], deci
     """
     shown = {name: round(speedup, 2) for name, speedup in speedups.items()}
     costs = {name: -speedup for name, speedup in shown.items() if name == DENSE or speedup >= NOISE}
-    return pareto_front(costs, {name: round(scores[name], decimals) for name in costs}, tolerance=1.0)
+    return pareto_front(costs, {name: round(scores[name], decimals) for name in costs})

@@ -62,7 +62,7 @@ def test_a_front_holds_what_nothing_as_cheap_beats(faster: bool) -> None:
     front = front_of(marks, faster)
 
     def is_as_cheap(other: Mark, mark: Mark) -> bool:
-        return 1.02 * other.cost >= mark.cost if faster else other.cost <= 1.02 * mark.cost
+        return other.cost >= mark.cost if faster else other.cost <= mark.cost
 
     for mark in marks:
         is_beaten = any(other.score > mark.score and is_as_cheap(other, mark) for other in marks)

@@ -85,7 +85,7 @@ def test_a_pareto_front_holds_what_nothing_as_cheap_beats(models: dict[str, tupl
     costs = {name: float(cost) for name, (cost, _) in models.items()}
     scores = {name: float(score) for name, (_, score) in models.items()}
     undecided = unbeaten(costs, lambda one, other: scores[one] > scores[other], tolerance=1.0)
-    front = pareto_front(costs, scores, tolerance=1.0)
+    front = pareto_front(costs, scores)
     for name, (cost, score) in models.items():
         beaten = any(other <= cost and high > score for other, high in models.values())
         cheaper = any(other < cost and high == score for other, high in models.values())
