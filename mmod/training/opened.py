@@ -21,18 +21,21 @@ from mmod.training.kinds import config_class, kind_of
 
 def of_run(opened: Opened, run: Path) -> Opened:
     """Return the model of a run with its preprocessing and the names of its classes."""
+    recorded = read_run_config(run)
     # A user's own config, in a run folder, may leave them out.
-    data = read_run_config(run).get("data") or {}
+    data = recorded.get("data") or {}
     classes = run_classes(run)
 
     def prepare() -> object:
-        if None not in map(data.get, PREPARATION):
+        # Earlier runs recorded null where they took these defaults.
+        if "world_size" in recorded and data.get("crop_pct") is not None:
             return Preprocessing(evaluation_fields(from_plain(DataConfig, data)), "of the run")
         known = opened.preprocessing
         # Of a model that reads text it is a processor.
         if not isinstance(known, Preprocessing):
             return known
-        return dataclasses.replace(known, source="of the run")
+        given = {name: data.get(name) for name in PREPARATION}
+        return dataclasses.replace(known.changed(**given), source="of the run")
 
     return opened._replace(prepare=prepare, classes=classes, is_run=classes is not None)
 

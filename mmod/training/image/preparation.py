@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from mmod.data.config import PREPARATION
+from mmod.data.config import PREPARATION, DataConfig
 from mmod.data.loader import evaluation_fields, is_embedded
 from mmod.opening.open import open_model
 from mmod.opening.opened import Opened
 from mmod.opening.runs import find_run, holds_work, model_folder, read_run_config
-from mmod.plain import without_none
+from mmod.plain import from_plain
 from mmod.random_state import Unfilled
 from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import ModelConfig, TrainConfig
@@ -46,9 +46,15 @@ def with_preparation(config: TrainConfig) -> TrainConfig:
     left_open = [name for name in PREPARATION if getattr(data, name) is None]
     if not left_open:
         return config
+    recorded = _recorded(config)
+    if recorded:
+        # Earlier runs recorded null where they took the defaults of `evaluation_fields`.
+        before = from_plain(DataConfig, recorded)
+        data = dataclasses.replace(data, **{name: getattr(before, name) for name in left_open})
+        return dataclasses.replace(config, data=data)
     known: Mapping[str, Any] = {}
     if not is_embedded(data):
-        known = _recorded(config) or wanted_by(_starting_model(config))
+        known = wanted_by(_starting_model(config))
     if len(known.get("mean", ())) == data.channels:
         plain = {**known, "mean": tuple(known["mean"]), "std": tuple(known["std"])}
         data = dataclasses.replace(data, **{name: plain[name] for name in left_open if name in plain})
@@ -63,7 +69,7 @@ def _recorded(config: TrainConfig) -> Mapping[str, Any]:
     recorded = read_run_config(Path(config.output))
     if portable(recorded).get("model") != portable(config.as_written())["model"]:
         return {}
-    return without_none(recorded.get("data") or {})
+    return recorded.get("data") or {}
 
 
 def _starting_model(config: TrainConfig) -> Opened:

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 
 from mmod.data.config import PREPARATION, DataConfig
 from mmod.data.loader import evaluation_fields, image_stream
+from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.runs import RUN_HEADER
 from mmod.opening.transformers import processor_fields
+from mmod.plain import without
 from mmod.studies.advised import open_advised, read_images
 from mmod.studies.candidates import comparison_of, training_configs
 from mmod.studies.kind_configs import ImageStudyConfig
@@ -33,6 +36,7 @@ from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.preparation import wanted_by
 from mmod.training.kinds import kind_of
+from mmod.training.opened import of_run
 from tests.kit.folders import save_image_model, side_of
 
 OWN = {"mean": [0.4, 0.3, 0.2], "std": [0.3, 0.2, 0.1], "crop_pct": 0.8, "interpolation": "bilinear"}
@@ -192,6 +196,37 @@ def test_a_run_records_what_it_used_whatever_a_later_timm_says(images: Path, mon
     # Another run takes what timm says now.
     other = kind_of(dataclasses.replace(config, output=str(images.parent / "other"))).config
     assert (other.data.mean, other.data.crop_pct) == ((0.1,) * 3, 0.5)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_images_it_read(images: Path) -> None:
+    model = {"name": "test_vit", "args": {"num_classes": 2}}
+    fields = fields_of(images, 160, model)
+    fixed = evaluation_fields(DataConfig("folder", "r", image_size=160, channels=3))
+    config = TrainConfig.from_dict({**fields, "data": {**fields["data"], **without(fixed, ["input_size"])}})
+    first = fit(config, progress=False)
+    # So it recorded them.
+    file = Path(config.output, "config.yaml")
+    recorded = yaml.safe_load(file.read_text())
+    recorded["data"] = {**without(recorded["data"], ["crop_mode"]), "mean": None, "std": None}
+    file.write_text(RUN_HEADER + yaml.safe_dump(recorded))
+    left_open = TrainConfig.from_dict(fields)
+    again = fit(left_open, progress=False)
+    assert again.reused
+    assert again.evaluation == first.evaluation
+    expected = prepared(fixed, images)
+    assert torch.equal(read(left_open), expected)
+    assert torch.equal(read(left_open.finished(config.output)), expected)
+    # What it has not saved yet is known by its name alone, for which timm prepares images in another way.
+    named = open_model("test_vit", pretrained=False)
+    assert of_run(named, Path(config.output)).preprocessing.fields == fixed
+    assert named.preprocessing.fields["mean"] != fixed["mean"]
+
+
+def test_what_a_users_config_says_in_a_run_folder_counts(images: Path) -> None:
+    named = open_model("test_vit", pretrained=False)
+    (images / "config.yaml").write_text(yaml.safe_dump({"model": {"name": "test_vit"}, "data": {"mean": [0.4] * 3}}))
+    expected = {**named.preprocessing.fields, "mean": [0.4] * 3}
+    assert of_run(named, images).preprocessing.fields == expected
 
 
 @pytest.mark.parametrize(
