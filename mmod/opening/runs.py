@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import SUMS, DamagedFileError, LockedError, is_locked, near_paths, sha256
+from mmod.io.files import SUMS, DamagedFileError, LockedError, is_locked, near_paths, read_json_object, sha256
 from mmod.io.tensors import WEIGHTS
 from mmod.io.yaml import read_yaml
 from mmod.values import one_of
@@ -158,7 +158,14 @@ def model_folder(path: str | Path) -> Path | None:
 
 def is_described(folder: str | Path) -> bool:
     """Return whether a folder holds the description of a model that a host library or mmod saved."""
-    return any((Path(folder) / name).is_file() for name in _DESCRIPTIONS)
+    paths = [Path(folder) / name for name in _DESCRIPTIONS]
+    present = [path.name for path in paths if path.is_file()]
+    if present != [paths[0].name]:
+        return bool(present)
+    # Other software has a file of this name too. What cannot be read is said where it is opened.
+    with suppress(ValueError):
+        return not {"model_type", "architecture"}.isdisjoint(read_json_object(paths[0]))
+    return True
 
 
 def check_source(source: str | Path, *, owned: bool = True) -> None:

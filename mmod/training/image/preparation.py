@@ -13,7 +13,7 @@ import torch
 from mmod.data.config import PREPARATION, DataConfig
 from mmod.data.loader import evaluation_fields, is_embedded
 from mmod.opening.open import open_model
-from mmod.opening.opened import Opened
+from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import find_run, holds_work, model_folder, read_run_config
 from mmod.plain import from_plain
 from mmod.random_state import Unfilled
@@ -88,9 +88,10 @@ def wanted_by(opened: Opened) -> Mapping[str, Any]:
     # A folder of transformers may have no processor.
     with suppress(ValueError):
         prepared = opened.preprocessing
-        if prepared.is_clip:
+        # Of a model that reads text it is a processor.
+        if isinstance(prepared, Preprocessing):
+            if not prepared.is_clip:
+                return prepared.fields
             resized = _CROP_MODES[prepared.fields["resize_mode"]]
             return {**prepared.fields, "crop_pct": 1.0, "crop_mode": resized}
-        fields: Mapping[str, Any] = prepared.fields
-        return fields
     return {}

@@ -277,6 +277,34 @@ def test_a_teacher_that_expects_other_images_is_refused(images: Path) -> None:
     assert create_models(ImageKind(TrainConfig.from_dict(alike)))[1] is not None
 
 
+def test_a_teacher_whose_folder_has_single_precision_is_no_other(images: Path) -> None:
+    model = {"name": "vit_tiny_patch16_224", "args": SMALL}
+    single = {name: torch.tensor(OWN[name]).tolist() for name in ("mean", "std")}
+    own = TrainConfig.from_dict(
+        {**fields_of(images, 32, model, **{**OWN, **single}), "output": str(images.parent / "own")}
+    )
+    fit(own, progress=False)
+    student = {**fields_of(images, 32, model, **OWN), "distill": {"teacher": own.output}}
+    assert create_models(ImageKind(TrainConfig.from_dict(student)))[1] is not None
+
+
+def test_weights_beside_the_config_of_another_program_start_a_run(images: Path) -> None:
+    saved = timm.create_model("test_vit", num_classes=2).state_dict()
+    save_file(saved, images / "own.safetensors")
+    (images / "config.json").write_text('{"lr": 0.1}')
+    model = {"name": "test_vit", "args": {"num_classes": 2}, "checkpoint": str(images / "own.safetensors")}
+    kind = ImageKind(TrainConfig.from_dict(fields_of(images, 160, model)))
+    assert torch.equal(create(kind).state_dict()["cls_token"], saved["cls_token"])
+
+
+def test_weights_of_a_model_of_text_are_said_not_to_fit(images: Path) -> None:
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(images)
+    model = {"name": "test_vit", "args": {"num_classes": 2}, "checkpoint": str(images)}
+    with pytest.raises(ValueError, match="does not fit the model: missing"):
+        create(ImageKind(TrainConfig.from_dict(fields_of(images, 160, model))))
+
+
 @pytest.mark.parametrize("mode", ["shortest", "squash"])
 def test_a_clip_is_started_from_with_its_own_preprocessing(mode: str) -> None:
     fields = {"size": (32, 32), "mode": "RGB", "mean": (0.4,) * 3, "std": (0.2,) * 3, "interpolation": "bicubic"}
