@@ -165,11 +165,14 @@ def check_size(
         of_model = getattr(model, name, None)
         if given.get("img_size") is not None or rows is None or of_model is None or rows == of_model.shape[-2]:
             continue
-        # All but the patches.
-        prefix = of_model.shape[-2] - math.prod(side // length for side, length in zip(size, patch))
-        across = math.isqrt(max(0, rows - prefix))
-        is_square = across**2 == rows - prefix
-        images = f"images of {across * patch[0]} px" if is_square else f"images with {rows} position embeddings"
+        across, of_model_across = math.isqrt(rows), math.isqrt(of_model.shape[-2])
+        is_square = size[0] == size[1]
+        # Hosts differ in the few that are of no patch, such as that of the class token of DINOv2 with registers.
+        if is_square and across == of_model_across:
+            continue
+        images = f"images with {rows} position embeddings"
+        if is_square and rows - across**2 <= getattr(model, "num_prefix_tokens", 1):
+            images = f"images of {size[0] * across // of_model_across} px"
         raise ValueError(
             f"{source} {images}, and the model of {size[0]} px: set {keys} to the checkpoint's size, or to {size[0]} "
             "to resample its position embeddings"

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mmod import Opened, open_model
 from mmod.methods import methods_of
 from mmod.opening.opened import Preprocessing
 from mmod.opening.runs import check_source, find_run, find_weights, model_folder, weight_sums
+from mmod.opening.weights import check_size
 from mmod.training import fit
 from mmod.training.command import parse_run
 from mmod.training.engine import loop
@@ -206,6 +208,34 @@ def test_saved_models_and_checkpoints_take_arguments_that_change_no_weight(tmp_p
             assert [method.kind for method in methods_of(model)] == ["merge"] * (not dense)
             assert len(model(large)) == 1
         same(open_model(path, args={"dynamic_img_size": True}).model, fixed)
+
+
+def test_published_weights_of_registers_are_of_the_size_of_the_model(tmp_path: Path) -> None:
+    args = {"no_embed_class": True, "reg_tokens": 4, "num_classes": 0}
+    saved = timm.create_model("test_vit", **args).state_dict()
+    # As DINOv2 names them, with an embedding of the class token.
+    state = {**saved, "register_tokens": saved["reg_token"], "mask_token": torch.zeros(1, 64)}
+    del state["reg_token"]
+    state["pos_embed"] = torch.cat([torch.zeros(1, 1, 64), saved["pos_embed"]], dim=1)
+    torch.save(state, tmp_path / "dino.pth")
+    model = open_model("test_vit", checkpoint=tmp_path / "dino.pth", args=args).model
+    assert torch.equal(model.state_dict()["pos_embed"], saved["pos_embed"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "opened", "told"),
+    [
+        (("vit_base_r50_s16_384", {}), ("vit_base_r50_s16_224", {}), "of images of 384 px, and the model of 224 px"),
+        (("deit_tiny_distilled_patch16_224", {}), ("deit_tiny_patch16_224", {}), ""),
+        (("test_vit", {}), ("test_vit", {"class_token": False, "global_pool": "avg"}), ""),
+    ],
+)
+def test_the_size_of_weights_is_that_of_their_images(saved: Any, opened: Any, told: str) -> None:
+    with torch.device("meta"):
+        (state, model) = (timm.create_model(name, **args) for name, args in (saved, opened))
+    # What else differs is said where they are loaded.
+    with pytest.raises(ValueError, match=told) if told else nullcontext():
+        check_size(state.state_dict(), model, "file", "image_size", {})
 
 
 def test_weights_of_another_size_are_resampled_on_demand(tmp_path: Path) -> None:
