@@ -30,7 +30,7 @@ class ModelConfig(engine.StartConfig):
         checkpoint: Starting weights, dense or routed: a `.safetensors` or PyTorch file, a checkpoint of another
             training script (its EMA weights if it has any), a run folder, or a folder written by
             `mmod.save_pretrained`. None starts from `pretrained` or from scratch. A checkpoint that timm can convert
-            (another image size, DINOv2's names) is converted as timm does it.
+            (DINOv2's names, or another image size where `args.img_size` is set) is converted as timm does it.
         head: "fresh" starts with a new classifier; the checkpoint's may be missing or have other classes. None
             takes all weights from the checkpoint.
         pretrained: Start from timm's published weights, or from those in the folder.
