@@ -126,6 +126,9 @@ class StudyConfig(Checked):
         if not self.output:
             named = _name_of(self.dense)
             path = find_run(named) or Path(named)
+            # The folder that a command runs in has a name too.
+            if path.name in ("", ".."):
+                path = path.resolve()
             if path.suffix in (".yaml", *_WEIGHTS):
                 path = path.with_suffix("")
             output = f"runs/tradeoff/{folder_name('/'.join(path.parts[-2:]))}"

@@ -277,3 +277,14 @@ def test_the_usual_folder_tells_models_apart(
     routers = {"a-mod": {"preset": "a-mod"}}
     study = ImageStudyConfig(dense=dense, routers=routers, finetune={"epochs": 1}, tune=tune)
     assert study.output == f"runs/tradeoff/{folder}"
+
+
+@pytest.mark.parametrize("dense", [".", "model", "model/.."])
+def test_the_folder_that_a_command_runs_in_has_a_name(
+    dense: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine/run/model").mkdir(parents=True)
+    (tmp_path / "mine/run/config.yaml").write_text("kind: image\nmodel: {name: vit}\n")
+    monkeypatch.chdir(tmp_path / "mine/run")
+    study = ImageStudyConfig(dense=dense, routers={"a-mod": {"preset": "a-mod"}}, tune=False)
+    assert study.output == "runs/tradeoff/mine-run"
