@@ -156,7 +156,7 @@ def load_pretrained(
         model = _change_own(model, config, state, folder)
     else:
         _refuse_model(model, config["library"])
-        model = _build_that_fits(config, state, folder)
+        model = _build_that_fits(config, state, folder, options)
     _take_dtypes(model, state)
     model.load_state_dict(state)
     return model.to(chosen).eval()
@@ -265,15 +265,22 @@ def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: _Descrip
         raise ValueError(f"{refusal}out {', '.join(unknown[:3])}, which {actual} has")
 
 
-def _build_that_fits(config: _Description, state: dict[str, Tensor], folder: Path) -> nn.Module:
-    """Return the model of a description, whose weights have the shapes of saved ones."""
+def _build_that_fits(
+    config: _Description, state: dict[str, Tensor], folder: Path, options: Mapping[str, object]
+) -> nn.Module:
+    """Return the model of a description, whose weights have the shapes of saved ones.
+
+    Args:
+        options: What the caller changed of the description, for messages.
+    """
+    given = f" with {brief(options)}" if options else ""
     try:
         with torch.device("meta"), Unfilled():
             # Compare shapes first: a model of another size than its weights takes no memory.
             shapes = _build(config).state_dict()
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{str(folder / CONFIG)!r} describes no model that can be built: {error}") from error
-    check_fits(state, shapes, f"the weights in {str(folder)!r} do not fit")
+        raise ValueError(f"{str(folder / CONFIG)!r}{given} describes no model that can be built: {error}") from error
+    check_fits(state, shapes, f"the weights in {str(folder)!r} do not fit{given}")
     # The saved weights take the place of all initial ones, which take most of the time to draw.
     with Unfilled():
         model = _build_dense(config)

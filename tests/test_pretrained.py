@@ -354,6 +354,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_options_of_other_hosts_are_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="may not have device_map: models have no such option"):
         load_pretrained(saved, device_map="auto")
+    # What was given is to blame, and not the folder.
+    with pytest.raises(ValueError, match=r"mmod\.json' with \{'device_map': 'auto'\} describes no model that"):
+        load_pretrained(saved, device_map="auto")
+    with pytest.raises(ValueError, match=r"do not fit with \{'num_classes': 77\}: head"):
+        load_pretrained(saved, num_classes=77)
     clip = mmod.route_(make_clip("ViT-B-32"), image=RoutingConfig(capacity=0.5))
     save_pretrained(clip, tmp_path, architecture=small_config("ViT-B-32"))
     with pytest.raises(TypeError, match="dtype are for models of timm and transformers, not of 'open_clip'"):
