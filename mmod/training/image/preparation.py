@@ -16,6 +16,7 @@ from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import find_run, holds_work, model_folder, read_run_config
 from mmod.plain import from_plain
+from mmod.pretrained import HUB, has_changed
 from mmod.random_state import Unfilled
 from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import ModelConfig, TrainConfig
@@ -79,8 +80,12 @@ def _starting_model(config: TrainConfig) -> Opened:
             # Of another kind, it is refused.
             config.check_kind("a file of weights")
             return open_model(path)
+    named = config.model
+    # What mmod saved there comes with its weights.
+    if named.pretrained and named.name.startswith(HUB) and has_changed(named.name):
+        return open_model(named.name)
     with torch.device("meta"), Unfilled():
-        return open_start(config.model, weights=False)
+        return open_start(named, weights=False)
 
 
 def wanted_by(opened: Opened) -> Mapping[str, Any]:

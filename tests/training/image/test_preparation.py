@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import timm
@@ -18,8 +19,10 @@ from safetensors.torch import save_file
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
+from mmod import route_, save_pretrained
 from mmod.data.config import PREPARATION, DataConfig
 from mmod.data.loader import evaluation_fields, image_stream
+from mmod.methods.route import is_routed
 from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import RUN_HEADER
@@ -295,6 +298,18 @@ def test_weights_beside_the_config_of_another_program_start_a_run(images: Path) 
     model = {"name": "test_vit", "args": {"num_classes": 2}, "checkpoint": str(images / "own.safetensors")}
     kind = ImageKind(TrainConfig.from_dict(fields_of(images, 160, model)))
     assert torch.equal(create(kind).state_dict()["cls_token"], saved["cls_token"])
+
+
+def test_a_model_that_mmod_saved_on_the_hub_is_named_with_its_weights(
+    images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = images.parent / "saved"
+    save_pretrained(route_(timm.create_model("test_vit", num_classes=2), "gradual"), saved)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(saved))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(saved))
+    config = TrainConfig.from_dict(fields_of(images, 160, {"name": "hf-hub:me/saved", "pretrained": True}))
+    assert is_routed(create(ImageKind(config)))
+    assert ImageKind(config).config.data.mean == (0.5,) * 3
 
 
 def test_weights_of_a_model_of_text_are_said_not_to_fit(images: Path) -> None:
