@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmod.adapters import image_facts
+from mmod.adapters import find_library, image_facts
 from mmod.data.config import DataConfig
 from mmod.data.labels import Classes
 from mmod.opening.opened import Opened
@@ -43,6 +43,13 @@ def check_input(opened: Opened, data: DataConfig, pretrained: bool) -> None:
         raise ValueError(
             f"data.label_patch is {data.label_patch} and the model's global_pool {pool!r}: a model that pools answers "
             "images, one with model.args.global_pool '' patches"
+        )
+    # Those of timm's models inside are described as timm does it.
+    has_processor = find_library(model) == "transformers" and not hasattr(model, "timm_model")
+    if data.crop_mode == "border" and has_processor:
+        raise ValueError(
+            "data.crop_mode is 'border', which no processor of transformers does, so that the saved model would read "
+            "other images: set it to 'center' or 'squash'"
         )
     if pretrained and data.channels == 3:
         check_normalisation(opened.preprocessing.fields, data, "the published weights")

@@ -312,6 +312,14 @@ def test_a_model_that_mmod_saved_on_the_hub_is_named_with_its_weights(
     assert ImageKind(config).config.data.mean == (0.5,) * 3
 
 
+def test_what_a_saved_processor_cannot_say_is_refused(images: Path) -> None:
+    save_image_model("vit", images.parent / "vit")
+    model = {"name": str(images.parent / "vit")}
+    fields = fields_of(images, side_of("vit"), model, crop_mode="border")
+    with pytest.raises(ValueError, match="crop_mode is 'border', which no processor of transformers does"):
+        create(ImageKind(TrainConfig.from_dict(fields)))
+
+
 def test_weights_of_a_model_of_text_are_said_not_to_fit(images: Path) -> None:
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1)
     transformers.GPT2LMHeadModel(config).save_pretrained(images)
