@@ -116,13 +116,15 @@ class Question:
         return ""
 
     def keep(self, folder: Path, names: Collection[str]) -> None:
-        """Record in a folder what the results of some models answer, and those that were recorded before.
+        """Record in a folder what the results of some models answer, and those of these models recorded before.
 
         A study that goes on has not come to all of them yet, and another program may be ahead of it.
         """
-        answered = answered_by(folder) or {"models": ()}
-        kept = {*names, *answered["models"]}
-        models = {name: model for name, model in self.models.items() if name in kept}
+        before = (answered_by(folder) or {"models": {}})["models"]
+        models = {}
+        for name, model in self.models.items():
+            if name in names or (name in before and not _changes_of_model(before[name], model, self.free_keys)):
+                models[name] = model
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 
 

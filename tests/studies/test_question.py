@@ -221,6 +221,22 @@ def test_a_study_of_other_files_takes_no_table(tmp_path: Path) -> None:
         asked().check(folder)
 
 
+def test_a_model_is_not_recorded_as_a_study_that_did_not_measure_it_describes_it(tmp_path: Path) -> None:
+    asked = {}
+    for capacity in (0.5, 0.7):
+        models = {"dense": {"is_trained": False}, "a": {"is_trained": False, "capacity": capacity}}
+        asked[capacity] = Question({}, 1, models)
+    asked[0.5].keep(tmp_path, ["dense", "a"])
+    asked[0.7].keep(tmp_path, ["dense"])
+    (tmp_path / "tradeoff.json").write_text("{}")
+    # Either may go on: of the model, this table has no row.
+    for question in asked.values():
+        question.check(tmp_path)
+    asked[0.7].keep(tmp_path, ["a"])
+    with pytest.raises(FolderTakenError, match=r"model 'a': capacity: 0\.7 there, 0\.5 now"):
+        asked[0.5].check(tmp_path)
+
+
 def test_a_study_that_was_stopped_before_its_first_result_knows_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
