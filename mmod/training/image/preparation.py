@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from mmod.data.config import PREPARATION, DataConfig
+from mmod.data.config import PREPARATION
 from mmod.data.loader import evaluation_fields, is_embedded
+from mmod.io.yaml import merged
 from mmod.opening.open import open_model
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import find_run, holds_work, model_folder, read_run_config
-from mmod.plain import from_plain
 from mmod.pretrained import HUB, has_changed
 from mmod.random_state import Unfilled
 from mmod.training.engine.run_folder import portable
@@ -50,9 +50,8 @@ def with_preparation(config: TrainConfig) -> TrainConfig:
     recorded = _recorded(config)
     if recorded:
         # Earlier runs recorded null where they took the defaults of `evaluation_fields`.
-        before = from_plain(DataConfig, recorded)
-        data = dataclasses.replace(data, **{name: getattr(before, name) for name in left_open})
-        return dataclasses.replace(config, data=data)
+        taken = {name: recorded.get(name) for name in left_open}
+        return type(config).from_dict(merged(config.as_written(), {"data": taken}))
     known: Mapping[str, Any] = {}
     if not is_embedded(data):
         known = wanted_by(_starting_model(config))
