@@ -167,10 +167,7 @@ class Recommendation:
     @property
     def best(self) -> AdviceRow | None:
         """The fastest model within the tolerance, or one as fast that loses less; None if the dense one is."""
-        within = self._within
-        # Times of a few rounds cannot tell these apart: the loss does.
-        as_fast = [model for model in within if NOISE * model.speedup.shown.median >= within[0].speedup.shown.median]
-        return min(as_fast, key=lambda model: model.order, default=None)
+        return _best_of_fastest(self._within)
 
     @property
     def undecided(self) -> list[AdviceRow]:
@@ -446,9 +443,9 @@ class Recommendation:
 
     @property
     def _likely(self) -> AdviceRow | None:
-        """The best model, or the fastest undecided one that is probably within the tolerance."""
-        likely = (model for model in self.undecided if chance_within(model.loss, self.tolerance) >= _PROBABLE)
-        return self.best or next(likely, None)
+        """The best model, or the same of the undecided ones that are probably within the tolerance."""
+        likely = [model for model in self.undecided if chance_within(model.loss, self.tolerance) >= _PROBABLE]
+        return self.best or _best_of_fastest(likely)
 
     @property
     def _awaited(self) -> list[AdviceRow]:
@@ -476,6 +473,13 @@ class Recommendation:
 
     def _is_open(self, model: AdviceRow) -> bool:
         return not keeps(model.loss, self.tolerance) and not exceeds(model.loss, self.tolerance)
+
+
+def _best_of_fastest(models: Sequence[AdviceRow]) -> AdviceRow | None:
+    """Return the first of models, the fastest, or one as fast that loses less; None of none."""
+    # Times of a few rounds cannot tell these apart: the loss does.
+    as_fast = [model for model in models if NOISE * model.speedup.shown.median >= models[0].speedup.shown.median]
+    return min(as_fast, key=lambda model: model.order, default=None)
 
 
 def batches_of(size: int, samples: str = "images") -> str:

@@ -263,6 +263,16 @@ def test_what_is_printed_decides_to_the_digit() -> None:
     assert [of(1.2, median, 1.4).used is not None for median in (1.3551, 1.3549)] == [True, False]
 
 
+@pytest.mark.parametrize("speed", [1.46, 1.6])
+def test_of_what_is_probably_within_the_tolerance_and_as_fast_the_least_loss_is_named(speed: float) -> None:
+    """Times of a few rounds cannot tell apart what is about as fast."""
+    fastest = alternative("fastest", speed, Estimate(0.0, -0.04, 0.04))
+    least = alternative("least", 1.45, Estimate(-0.01, -0.045, 0.024))
+    named = among([fastest, least]).named
+    assert named is not None
+    assert named.name == ("least" if speed < 1.5 else "fastest")
+
+
 def test_what_is_hardly_faster_is_said_to_be() -> None:
     for speed, told in ((1.094, ", though it is hardly faster: 1.09 times"), (1.096, ": 1.10 times")):
         choice = among([alternative("a", speed, Estimate(0.0, -0.01, 0.01))])
