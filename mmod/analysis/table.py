@@ -98,6 +98,12 @@ class Table:
         """Return all figures of a candidate by seed."""
         return {seed: rows.figures for seed, rows in sorted(self.runs[name].items())}
 
+    def add_rounds(self, times: Mapping[Any, Mapping[str, list[float]]]) -> None:
+        """Append further rounds of the dense model and of some candidates to those of all."""
+        for of, by_name in times.items():
+            for name, ms in by_name.items():
+                self.times[of][name] = [*self.times[of][name], *ms]
+
     @property
     def caution(self) -> str:
         """A sentence on what makes its speed-ups uncertain, see `timing_caution`; empty for nothing."""

@@ -60,8 +60,10 @@ def reading_of(read: Callable[[T], object], draws: Iterable[Sequence[T]], sample
     return Reading([partial(read_all, batches) for batches in draws], samples)
 
 
-DRAWS = 5
+DRAWS = 10
 """Draws of samples that are timed, where there are so many."""
+# Rounds of what the first ones name, where they are uncertain.
+_FURTHER = 10
 PASSES = 8
 """Passes that one timed reading of a small batch has at most: more take longer than the evaluation and tell no more."""
 Readings = Mapping[str, Mapping[Timed, Reading]]
@@ -118,6 +120,11 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
     speedups = {name: ratios(times[base], values).median for name, values in times.items()}
     base_time = statistics.median(times[base])
     return {name: (base_time / speedup, speedup) for name, speedup in speedups.items()}
+
+
+def further_rounds(rounds: int) -> range:
+    """Return the numbers of the rounds that follow the first ones, for what these name where they are uncertain."""
+    return range(rounds, rounds + _FURTHER)
 
 
 def say_kept(named: str) -> str:

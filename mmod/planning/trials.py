@@ -18,7 +18,7 @@ from mmod.adapters import BlockStack, by_first_batch, find_library, find_part, f
 from mmod.analysis.counting import by_data
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import DENSE, Look, Measured, Table, evaluated, fill, mean_of
-from mmod.analysis.timing import ratios, say_kept
+from mmod.analysis.timing import further_rounds, ratios, say_kept
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
 from mmod.io.progress import Stages
@@ -32,7 +32,7 @@ from mmod.planning.advice import WRITTEN, Advice
 from mmod.planning.candidate import ANY_SIZE, TOLERANCE, Candidate, ImageSize, Measure
 from mmod.planning.choice import AdviceRow
 from mmod.planning.divergence import PromptBatch, check_batches
-from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, near_front
+from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, near_front
 from mmod.planning.entrants import Entrant, changed_models, evaluate_once, ready_models, row_of, rows_of, time_in_turns
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import (
@@ -354,6 +354,13 @@ def _compared(
         return evaluate_once(results, entrants, look, stages.update)
 
     fill(table, expected(later), measure, Runner(progress=False))
+    if faster is not None:
+        return table
+    front = [name for name in front_in(table, figure, decimals=decimals) if name != DENSE]
+    # What a pass costs may depend on its images, of which the first rounds read few.
+    if front and (table.caution or any(by_data(entrants[name].model) for name in front)):
+        further, _ = time_in_turns(results, entrants, stages, passes, front, further_rounds(ROUNDS))
+        table.add_rounds(further)
     return table
 
 

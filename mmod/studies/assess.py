@@ -54,7 +54,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
             kept = table.runs[run.name][run.seed].kept
             table.costs[run.name] = _costs(run.start, model, dense, kept)
             passes = partial(_full_batches, dense)
-            table.times, table.waiting = times_of({run.name: run}, measurer, passes, _SAMPLES, _ROUNDS)
+            table.times, table.waiting = times_of({run.name: run}, measurer, passes, _SAMPLES, range(_ROUNDS))
     return table
 
 

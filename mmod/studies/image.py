@@ -143,8 +143,7 @@ def _describe(study: Study) -> Facts:
 
 def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of one image and the memory of a batch."""
-    (images,) = timed_images(run.training.data, study.config.latency_batch)
-    images = images.to(device_of(run.start))
+    (images,) = timed_images(run.training.data, study.config.latency_batch, 1, device_of(run.start))
     with torch.inference_mode():
         peak = peak_bytes(partial(model, images), images.device)
     gflops = cost(run.start, model, rows.kept)["image"] / 1e9

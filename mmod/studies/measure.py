@@ -252,7 +252,7 @@ def times_of(
     measurer: Measurer,
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]],
     sizes: Sequence[int],
-    rounds: int,
+    rounds: range,
     callback: Callback = lambda share: None,
 ) -> tuple[Times[tuple[str, int]], float]:
     """Return the times of the final models of runs, by input and size of batches, in interleaved rounds.
@@ -280,4 +280,4 @@ def times_of(
         return passes
 
     device = device_of(finals[DENSE])
-    return times_once(measurer.store, identity, all_readings, device, rounds=range(rounds), callback=callback)
+    return times_once(measurer.store, identity, all_readings, device, rounds=rounds, callback=callback)

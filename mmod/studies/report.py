@@ -124,6 +124,7 @@ class StudyResult:
     table: str
     printed: Sequence[str]  # The most important columns, the paragraphs of the text, and lines of Python.
     cpu_seconds: float  # Of all processes since the study was last started.
+    recommended: Sequence[str] = ()  # Models that the text recommends.
 
     @property
     def summary(self) -> str:
@@ -214,7 +215,8 @@ def write_study(
     # The notes were printed before the first run.
     paragraphs = "\n\n".join(map(str, [*first, summary, *others])).split("\n\n")
     printed = [*paragraphs, *told.printed]
-    return StudyResult(comparison.folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
+    cpu_seconds = machine["cpu_seconds"]
+    return StudyResult(comparison.folder, list(points), told.rows, page, printed, cpu_seconds, told.recommended)
 
 
 def _points(study: Study, table: Table, runs: Runs) -> list[Point]:

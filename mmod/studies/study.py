@@ -9,10 +9,12 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from mmod.analysis.style import save_picture
 from mmod.analysis.table import DENSE, Table, compare
+from mmod.analysis.timing import further_rounds
 from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Runner
 from mmod.io.progress import Bar, Stages
@@ -136,8 +138,17 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     # Timed alone, and once.
     with locked(comparison.folder / QUESTION, wait=True), Stages(runner.title, runner.progress) as stages:
         stages.begin("timing", work=1.0, rounds=rounds)
-        readings = study.kind.readings
-        table.times, table.waiting = times_of(done, measurer, readings, sizes, rounds, stages.update)
+        time = partial(times_of, measurer=measurer, readings=study.kind.readings, sizes=sizes, callback=stages.update)
+        table.times, table.waiting = time(done, rounds=range(rounds))
+        result = write()
+        named = [name for name in result.recommended if name != DENSE]
+        if not named or not table.caution:
+            return result
+        stages.expect(1.0)
+        numbers = further_rounds(rounds)
+        stages.begin("timing what is named", work=1.0, rounds=len(numbers))
+        further, _ = time({name: done[name] for name in (DENSE, *named)}, rounds=numbers)
+        table.add_rounds(further)
         return write()
 
 

@@ -1044,7 +1044,10 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     # What draws its tokens, or reads files at another size, is never fast enough to be named.
     speeds = {"gradual": 1.3, "merge-late": 1.6, "a-mod": 1.8, "tome": 2.1, "prune": 2.2, "pixelprune": 1.1}
 
+    timed: list[set[str]] = []
+
     def interleave(calls: Mapping[tuple[str, Any], Any], **_: Any) -> dict[tuple[str, Any], list[float]]:
+        timed.append({name for name, _ in calls})
         series = {key: key[0].rpartition("-")[0] or key[0] for key in calls}
         return {key: [10.0 / speeds.get(name, 1.0 if name == "dense" else 0.9)] * 3 for key, name in series.items()}
 
@@ -1064,6 +1067,13 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     printed = result.printed[-1].splitlines()
     assert set(printed[2:]) <= set(code.splitlines())
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
+    assert timed == [{point.name for point in result.points}]
+    # What an uncertain text names is timed further.
+    with monkeypatch.context() as busy:
+        busy.setattr("mmod.analysis.table.timing_caution", lambda *_: "Speeds are uncertain.")
+        uncertain = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
+    assert timed[1:] == [{"dense", *uncertain.recommended}]
+    assert len(timed[1]) > 1
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
     kind: Any = kind_of(training_configs(config)[0])

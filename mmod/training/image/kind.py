@@ -176,7 +176,7 @@ class ImageKind:
             prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
             parts = [images for images, _ in image_stream(prepared).batches(0)]
         else:
-            parts = timed_images(self.config.data, size, batches)
+            parts = timed_images(self.config.data, size, batches, device_of(self))
         moved = [images.to(device_of(self)) for images in parts]
         count = partial(_flops, model, self.config.image_shape)
         return {"image": ModelInput(moved, len(moved[0]), partial(image_output, model), count)}
@@ -242,9 +242,9 @@ def sample_images(data: DataConfig, count: int) -> Tensor:
     return image_stream(dataclasses.replace(data, val_limit=count, batch_size=count)).first_batch()[0]
 
 
-def timed_images(data: DataConfig, size: int, batches: int = 1) -> list[Tensor]:
+def timed_images(data: DataConfig, size: int, batches: int, device: torch.device) -> list[Tensor]:
     """Return batches of exactly `size` evaluation images, which are repeated if there are fewer."""
-    return _read_once(_Timed(str(data), size, batches, data))
+    return _read_once(_Timed(str(data), size, batches, device, data))
 
 
 @dataclass(frozen=True)
@@ -254,6 +254,7 @@ class _Timed:
     fields: str
     size: int
     batches: int
+    device: torch.device
     data: DataConfig = field(compare=False)
 
 
@@ -264,7 +265,7 @@ def _read_once(timed: _Timed) -> list[Tensor]:
     images = sample_images(timed.data, count)
     # They come class by class, and each batch has as many classes as it can.
     order = torch.arange(count).view(timed.size, timed.batches).T % len(images)
-    return list(images[order.flatten()].split(timed.size))
+    return list(images[order.flatten()].to(timed.device).split(timed.size))
 
 
 def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:
