@@ -170,10 +170,11 @@ def check_size(
         # Hosts differ in the few that are of no patch, such as that of the class token of DINOv2 with registers.
         if is_square and across == of_model_across:
             continue
-        images = f"images with {rows} position embeddings"
+        images, side = f"images with {rows} position embeddings", "the checkpoint's size"
         if is_square and rows - across**2 <= getattr(model, "num_prefix_tokens", 1):
-            images = f"images of {size[0] * across // of_model_across} px"
+            side = str(size[0] * across // of_model_across)
+            images = f"images of {side} px"
         raise ValueError(
-            f"{source} {images}, and the model of {size[0]} px: set {keys} to the checkpoint's size, or to {size[0]} "
-            "to resample its position embeddings"
+            f"{source} {images}, and the model of {size[0]} px: set {keys} to {side}, or to {size[0]} to resample its "
+            "position embeddings"
         )

@@ -258,7 +258,7 @@ def fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Cand
     Returns:
         The candidates, and why others are left out, by name.
     """
-    model = sketch(kind_of(dense.started_from(None)))
+    model = sketch(kind_of(dense))
     height, width = patch_grid(model, (dense.data.image_size,) * 2)
     patch = (image_facts(model).patch or (1, 1))[0]
     sides = [patch * side for side in range(1, height)]

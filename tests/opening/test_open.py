@@ -360,11 +360,11 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     ),
     "weights of another size": (
         lambda folder: open_model("test_vit", checkpoint=write_timm(folder, img_size=32)),
-        r"pt' is of images of 32 px, and the model of 160 px: set image_size to the checkpoint's size, or to 160",
+        r"pt' is of images of 32 px, and the model of 160 px: set image_size to 32, or to 160",
     ),
     "weights of another size, of an image-text model": (
         lambda folder: open_model("open_clip:sized-clip", checkpoint=write_clip(folder, 32)),
-        r"clip\.pt' is of images of 32 px, and the model of 16 px: set image_size to the checkpoint's size, or to 16",
+        r"clip\.pt' is of images of 32 px, and the model of 16 px: set image_size to 32, or to 16",
     ),
     "weights of images that are no squares": (
         lambda folder: open_model("test_vit", checkpoint=write_timm(folder, img_size=(32, 96))),

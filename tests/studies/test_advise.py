@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_size_is_converted_and_evaluated_at_the_size_ask
     sides = {row["label"].partition(" (")[2].rstrip(")") for row in advice["rows"] if row["series"] == "smaller-image"}
     assert sides == {f"{side} px" for side in (80, 96, 112)}
     with pytest.raises(
-        ValueError, match="of images of 96 px, and the model of 160 px: set image_size to the checkpoint's"
+        ValueError, match="of images of 96 px, and the model of 160 px: set image_size to 96, or to 160"
     ):
         open_advised("test_vit", str(tmp_path / "weights.safetensors"))
     advised = open_advised("test_vit", str(tmp_path / "weights.safetensors"), image_size=160)

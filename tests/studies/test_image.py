@@ -1017,6 +1017,15 @@ def test_the_smallest_study_compares_at_the_budgets_of_advice(monkeypatch: pytes
     }
 
 
+def test_a_study_of_weights_of_another_size_is_told_both_keys_at_once(tmp_path: Path) -> None:
+    torch.save(timm.create_model("vit_tiny_patch16_224", img_size=64).state_dict(), tmp_path / "own.pt")
+    words = ["my-model", "--dense.model.name", "vit_tiny_patch16_384", "--dense.model.args", "{num_classes: 1000}"]
+    config = read_config([*words, "--dense.model.checkpoint", str(tmp_path / "own.pt")], ImageStudyConfig)
+    told = r"is of images of 64 px, and the model of 384 px: set model\.args\.img_size and data\.image_size to 64, or"
+    with pytest.raises(ValueError, match=told):
+        comparison_of(config)
+
+
 def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

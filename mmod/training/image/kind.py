@@ -62,6 +62,10 @@ class ImageKind:
         if config.name == self.config.distill.teacher:
             named = "distill.teacher to such a file"
         opened = open_start(config, weights, named)
+        side = self.config.data.image_size
+        if config.checkpoint is not None and image_facts(opened.model).size not in (None, (side, side)):
+            # First, since it names the size that the images and the model need.
+            self._check_size(read_state(config.checkpoint), opened.model, config.checkpoint)
         check_input(opened, self.config.data, weights and config.pretrained)
         return opened.model.train()
 
@@ -74,9 +78,12 @@ class ImageKind:
             check_normalisation(fields, self.config.data, f"the weights of the teacher {checkpoint!r}")
         adapt = partial(_adapted, checkpoint=checkpoint, is_fresh=is_fresh, is_teacher=is_teacher)
         state = read_state(checkpoint)
+        self._check_size(state, model, checkpoint)
+        return start.load_dense(model, state, checkpoint, methods, adapt)
+
+    def _check_size(self, state: Mapping[str, Tensor], model: nn.Module, checkpoint: str) -> None:
         keys = "model.args.img_size and data.image_size"
         check_size(state, model, checkpoint, keys, self.config.model.args)
-        return start.load_dense(model, state, checkpoint, methods, adapt)
 
     def data(
         self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None

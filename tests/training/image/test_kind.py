@@ -17,7 +17,7 @@ import mmod
 from mmod.data.loader import evaluation_fields
 from mmod.training import DistillConfig, EmaConfig, Step, evaluate
 from mmod.training.engine.kind import seed_draws
-from mmod.training.engine.start import create_models
+from mmod.training.engine.start import create_models, sketch
 from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
@@ -145,11 +145,13 @@ class TestStartingWeights:
         # The size of the name, which nobody wrote.
         args = {name: value for name, value in config.model.args.items() if name != "img_size"}
         model = replace(config.model, args=args, checkpoint=str(tmp_path / "start.pth"))
-        config = replace(config, model=model, data=replace(config.data, image_size=224))
-        with pytest.raises(
-            ValueError, match=r"of images of 16 px, and the model of 224 px: set model\.args\.img_size and"
-        ):
-            create_models(ImageKind(config))
+        told = r"16 px, and the model of 224 px: set model\.args\.img_size and data\.image_size to 16, or to 224 to"
+        # Images of the model's size, of the checkpoint's, and of none; a sketch knows the checkpoint by its path.
+        for side, make in ((224, create_models), (16, create_models), (100, create_models), (100, sketch)):
+            config = replace(config, model=model, data=replace(config.data, image_size=side))
+            with pytest.raises(ValueError, match=told):
+                make(ImageKind(config))
+        config = replace(config, data=replace(config.data, image_size=224))
         asked = replace(model, args={**args, "img_size": 224})
         assert create_models(ImageKind(replace(config, model=asked)))[0].patch_embed.img_size == (224, 224)
 
