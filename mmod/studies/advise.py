@@ -37,8 +37,8 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError("advice needs --images FOLDER, or --prompts FILE for a language model that reads images")
     _check_files(options)
     if options.faster is not None:
-        check_value("--faster", options.faster, float, "(1, inf)")
-    check_value("--tolerance", options.tolerance, float, "[0, 1)")
+        _check_number("--faster", options.faster, "(1, inf)", "30 % less time is a speed-up of 1.43")
+    _check_number("--tolerance", options.tolerance, "[0, 1)", "0.02 are 2 points")
     import torch
 
     from mmod.io.environment import choose_device
@@ -99,6 +99,14 @@ def main(arguments: Sequence[str]) -> None:
         run=_run_of(options),
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
+
+
+def _check_number(name: str, value: object, limit: str, example: str) -> None:
+    """Raise unless a value is a number within a limit; the message ends with an example of its unit."""
+    try:
+        check_value(name, value, float, limit)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}; {example}") from error
 
 
 def _check_files(options: argparse.Namespace) -> None:

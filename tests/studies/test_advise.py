@@ -322,8 +322,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("resnet10t --no_pretrained --images images --image_size 96", "cannot build 'resnet10t' with .*img_size"),
         ("test_vit --no_pretrained --images images --tolerance 3", r"in \[0, 1\), got 3; write 0.03 if 3 % is meant"),
         ("test_vit --images images --tolerance 2.5%", r"in \[0, 1\), got '2.5%'; write 0.025 if 2.5 % is meant"),
-        ("test_vit --images images --tolerance few%", r"--tolerance must be a number in \[0, 1\), got 'few%'$"),
+        (
+            "test_vit --images images --tolerance few%",
+            r"--tolerance must be a number in \[0, 1\), got 'few%'; 0\.02 are 2 points$",
+        ),
+        ("test_vit --images images --tolerance 2", r"--tolerance must be .* in \[0, 1\), got 2; 0\.02 are 2 points$"),
         ("test_vit --images images --faster 1.4x", "--faster must be a number above 1, got '1.4x'"),
+        ("test_vit --images images --faster 30%", r"got '30%'; 30 % less time is a speed-up of 1\.43$"),
+        ("test_vit --images images --faster 0.7", r"got 0\.7; 30 % less time is a speed-up of 1\.43$"),
         # Before the weights, which may come from a hub.
         ("vit_tiny_patch16_224 --images empty", "--images: the folder 'empty' is empty"),
         ("test_vit --no_pretrained --images none", "--images: there is no folder 'none'"),
