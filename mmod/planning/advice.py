@@ -308,8 +308,8 @@ class Advice:
         low = [f"{name} ({100 * share:.0f} %)" for name, share in agreements.items() if share < _LIKE_DENSE]
         if not low:
             return ""
-        percent = f"{100 * _LIKE_DENSE:g} %"
-        return f"Fewer than {percent} of the answers equal the dense model's with {', '.join(low)}."
+        answers = f"fewer than {100 * _LIKE_DENSE:g} % of the answers"
+        return f"Of the recipes named above, {answers} equal the dense model's with {', '.join(low)}."
 
     @property
     def _in_larger_batches(self) -> str:

@@ -202,8 +202,10 @@ def test_a_recipe_whose_answers_often_differ_from_the_dense_models_says_so_besid
     change = Estimate(-0.01, -0.03, 0.01)
     other = ("other", 1.6, Estimate(0.74, 0.65, 0.82), change)
     alike = ("alike", 1.3, Estimate(0.95, 0.9, 0.98), Estimate(0.0, -0.01, 0.01))
-    told = "- Fewer than 90 % of the answers equal the dense model's with other (74 %)."
-    assert told in str(advice_of([other, alike]))
+    told = "- Of the recipes named above, fewer than 90 % of the answers equal the dense model's with other (74 %)."
+    # One that is not named, since it loses more, has as unlike answers.
+    worse = ("worse", 1.5, Estimate(0.7, 0.6, 0.8), Estimate(-0.2, -0.3, -0.1))
+    assert told in str(advice_of([other, alike, worse]))
     # Without labels, the agreement is what the verdict shows.
     for rows in ([alike], [(*other[:3], None)]):
         assert "of the answers equal" not in str(advice_of(rows))
