@@ -148,7 +148,13 @@ def _load_with_classifier(model: Any, checkpoint: str | Path, options: Options) 
     check_size(state, model, checkpoint, "image_size", {"img_size": options.image_size, **options.args})
     # Resized to the checkpoint before loading, which is strict.
     model.reset_classifier(outputs)
-    load_weights(model, converted(state, model), checkpoint)
+    try:
+        load_weights(model, converted(state, model), checkpoint)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. If it was made with further arguments, name them in Python as args of mmod.open_model, whose "
+            "model goes to mmod.advise(model, loader)"
+        ) from error
 
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:

@@ -356,7 +356,8 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     "cut weights": (lambda folder: open_model(write_cut(folder)), "model.safetensors' is no complete safetensors file"),
     "other weights": (
         lambda folder: open_model("test_vit", checkpoint=write_weights(folder)),
-        "does not fit the model",
+        r"does not fit the model: missing: .*\. If it was made with further arguments, name them in Python as args of "
+        r"mmod\.open_model, whose model goes to mmod\.advise\(model, loader\)$",
     ),
     "weights of another size": (
         lambda folder: open_model("test_vit", checkpoint=write_timm(folder, img_size=32)),
