@@ -175,7 +175,7 @@ def _check_files(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"there is no folder {str(folder)!r} here: name one that save_pretrained wrote, or RUN/model of a run"
-            f"{near_paths(folder, folders=True)}"
+            f"{near_paths(folder, Path.is_dir)}"
         )
     if missing == [CONFIG] and KEY in _header_of(folder):
         raise FileNotFoundError(f"{str(folder)!r} has lost its {CONFIG}. {_restored(folder)}")

@@ -102,7 +102,7 @@ def files_of(data: object, use: Use) -> list[str]:
         if data.images is not None and not Path(data.images).is_dir():
             raise FileNotFoundError(
                 f"data.images={data.images!r} is no folder: name the one from which the conversations name their images"
-                f"{near_paths(data.images, folders=True)}"
+                f"{near_paths(data.images, Path.is_dir)}"
             )
         return [source]
     return []

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
@@ -166,11 +166,11 @@ def is_of_transformers(name: str | Path) -> bool:
     return path.is_file() and "model_type" in read_json_object(path)
 
 
-def near_paths(path: str | Path, folders: bool = False) -> str:
+def near_paths(path: str | Path, fits: Callable[[Path], bool] = Path.exists) -> str:
     """Return as the end of an error message which paths here are near a missing one, or that it is of the other type.
 
     Args:
-        folders: Name folders alone.
+        fits: Whether a path may be named.
     """
     missing = Path(path)
     if missing.is_dir():
@@ -182,7 +182,7 @@ def near_paths(path: str | Path, folders: bool = False) -> str:
         missing = missing.parent
     inside = Path(path).relative_to(missing)
     try:
-        names = [other.name for other in missing.parent.iterdir() if not folders or other.is_dir()]
+        names = [other.name for other in missing.parent.iterdir() if fits(other) or fits(other / inside)]
     # The folder may not be read.
     except OSError:
         return ""
@@ -204,7 +204,7 @@ def check_folder(path: str | Path, name: str) -> None:
     folder = Path(path)
     fault = ""
     if not folder.exists():
-        fault = f"there is no folder {str(path)!r}{near_paths(path, folders=True)}"
+        fault = f"there is no folder {str(path)!r}{near_paths(path, Path.is_dir)}"
     elif not folder.is_dir():
         fault = f"{str(path)!r} is a file, and no folder"
     elif not any(folder.iterdir()):

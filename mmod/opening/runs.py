@@ -181,7 +181,7 @@ def check_source(source: str | Path, *, owned: bool = True) -> None:
     path = Path(source)
     if path.exists():
         return
-    near = near_paths(path, folders=True)
+    near = near_paths(path, Path.is_dir)
     is_name = len(path.parts) == 2 and ":" not in str(path) and path.parts[0] not in ("..", "~", path.anchor, _RUNS)
     if len(path.parts) == 1 and not owned:
         is_name = not near
@@ -263,6 +263,20 @@ def find_weights(path: str | Path) -> Path:
         one_of("weights of mmod", name, [file.stem for file in sorted(_SHIPPED_FOLDER.glob("*.safetensors"))])
         return _SHIPPED_FOLDER / f"{name}.safetensors"
     path = Path(path)
+    found = _weights_in(path)
+    if found is not None:
+        return found
+    check_holds_work(path)
+    inside = ""
+    if path.is_dir():
+        inside = f": the folder holds no {WEIGHTS}"
+    elif not path.exists():
+        inside = near_paths(path, lambda other: _weights_in(other) is not None)
+    raise FileNotFoundError(f"no checkpoint at {str(path)!r}{inside}")
+
+
+def _weights_in(path: Path) -> Path | None:
+    """Return a file, or that in a run folder or a saved model's folder; None where there is none."""
     if path.is_file():
         return path
     folders = [path, path / "model", *list_checkpoints(path / CHECKPOINTS)[:1]]
@@ -273,13 +287,7 @@ def find_weights(path: str | Path) -> Path:
             return candidate
         if any(shards_of(candidate).glob("shard-*.safetensors")):
             return shards_of(candidate)
-    check_holds_work(path)
-    inside = ""
-    if path.is_dir():
-        inside = f": the folder holds no {WEIGHTS}"
-    elif not path.exists():
-        inside = near_paths(path)
-    raise FileNotFoundError(f"no checkpoint at {str(path)!r}{inside}")
+    return None
 
 
 def shards_of(file: Path) -> Path:

@@ -86,7 +86,7 @@ def _full_name(name: str) -> str:
             f"no folder of a model at {name!r}{near_paths(name)}; a model of a hub is hf-hub:OWNER/NAME"
         )
     hint = near_names(name.split(".")[0].rpartition(":")[2], timm.list_models(), "timm.list_models()")
-    near = near_paths(name, folders=True)
+    near = near_paths(name, Path.is_dir)
     if near:
         hint += f"; nor is it a folder here{near}"
     raise ValueError(f"timm knows no model {name!r}; {hint}")

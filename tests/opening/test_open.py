@@ -525,5 +525,11 @@ def test_what_is_no_folder_and_no_name_of_the_hub_is_refused(
         open_model("transformers:llavva")
     with pytest.raises(ValueError, match=r"timm knows no model 'llavva'; .*; nor is it a folder here; near .* llava$"):
         open_model("llavva")
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at 'runs/mime'; near ones: runs/mine$"):
-        find_weights("runs/mime")
+    (tmp_path / "runs/mine/model.safetensors").touch()
+    # Of folders, those alone that hold weights.
+    near = {"runs/mime": "; near ones: runs/mine", "weight.pt": "; near ones: weights.pt", "lava": ""}
+    (tmp_path / "weights.pt").touch()
+    (tmp_path / "weight").mkdir()
+    for wrong, told in near.items():
+        with pytest.raises(FileNotFoundError, match=rf"no checkpoint at '{wrong}'{told}$"):
+            find_weights(wrong)
