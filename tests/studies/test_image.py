@@ -1026,6 +1026,12 @@ def test_a_study_of_weights_of_another_size_is_told_both_keys_at_once(tmp_path: 
         comparison_of(config)
 
 
+def test_the_smallest_study_marks_what_differs_from_model_to_model() -> None:
+    text = Path("configs/tradeoff/my-model.yaml").read_text()
+    marked = re.findall(r"^ +(\w+): .*# change: ", text, re.MULTILINE)
+    assert marked == ["name", "args", "checkpoint", "root", "image_size"]
+
+
 def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
