@@ -207,7 +207,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     ),
     (TrainConfig, {"distributed.timeout": 0.0}, "distributed.timeout must be "),
     (TrainConfig, {"data.channels": 4}, "data.channels must be one of 1, 3, got 4"),
-    (TrainConfig, {"data.crop_pct": 1.5}, "data.crop_pct must be a number in (0, 1], got 1.5"),
+    (TrainConfig, {"data.crop_pct": 1.5}, "data.crop_pct must be a number in (0, 1] or null, got 1.5"),
     (TrainConfig, {"data.mean": [0.5, 0.5]}, "channels=1 values"),
     (TrainConfig, {"data.source": "crowds"}, "source 'crowds' has labels for patches: set label_patch"),
     (TrainConfig, {"data.source": "digits", "data.label_patch": 4}, "source 'digits' lacks"),
