@@ -24,6 +24,8 @@ from mmod.training.engine.task import Task
 
 COUNTED = 8
 """Samples of which costs are counted: one alone may not be readable."""
+# Samples that are timed, about, where two draws are no more.
+_TIMED = 160
 Streams = tuple[BatchStream, BatchStream]
 
 
@@ -178,12 +180,14 @@ def cost(kind: Kind, model: nn.Module, kept: Mapping[str, float]) -> dict[str, f
 
 def readings(kind: Kind, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
     """Return forward passes over at most so many batches of `size` evaluation samples, by input; see `Reading`."""
+    # A few large batches are many samples, which stay in memory.
+    draws = max(2, min(DRAWS, _TIMED // (size * batches)))
     timed = {}
-    for name, one in kind.inputs(model, size, batches * DRAWS).items():
+    for name, one in kind.inputs(model, size, batches * draws).items():
         parts = list(one.batches)
         number = min(batches, len(parts))
-        draws = [parts[start : start + number] for start in range(0, len(parts) - number + 1, number)]
-        timed[name] = reading_of(one.read, draws, number * one.samples)
+        read = [parts[start : start + number] for start in range(0, len(parts) - number + 1, number)]
+        timed[name] = reading_of(one.read, read, number * one.samples)
     return timed
 
 
