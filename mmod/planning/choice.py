@@ -269,8 +269,8 @@ class Recommendation:
             nothing = self._nothing(_reaches(self.speed))
             return f"{nothing.capitalize()} is {as_fast}. The fastest is {named.label}: {figures}."
         return (
-            f"Nothing that is {as_fast} is surely within {self.limit}. Of what is as fast, {named.label} loses least: "
-            f"{figures}."
+            f"Nothing that is {as_fast} is surely within {self.limit}. Of what was tried and is as fast, {named.label} "
+            f"loses least: {figures}."
         )
 
     @property

@@ -19,8 +19,8 @@ BATCH = "batch"
 """Name of the timed pass that decides."""
 SHARES = 3
 """Decimals of a share that is shown in percent, with one."""
-# By so much may the speed-up of a single round be wrong.
-_ROUGH = 1.05
+# So much faster may be what a single round finds too slow, on a busy machine.
+_ROUGH = 1.3
 COSINES = 4
 """Decimals of a cosine: those of models that hardly differ from the dense one begin with 0.999."""
 
@@ -114,7 +114,9 @@ def for_speed(
     # More rounds may show that others are needed, of which one round alone says too little.
     while not {*chosen, *own, *varying} <= {*exact}:
         exact = list(dict.fromkeys([*exact, *chosen, *own, *varying]))
-        further, table.waiting = times(exact, range(1, rounds))
+        further, waiting = times(exact, range(1, rounds))
+        # The first round has chosen these.
+        table.waiting = max(table.waiting, waiting)
         table.times = {}
         for of, by_name in rough.items():
             table.times[of] = {name: ms + further[of].get(name, []) for name, ms in by_name.items()}
@@ -145,7 +147,8 @@ def _needed(table: Table, series: Sequence[Sequence[str]], speed: float, exact: 
             rough = 1.0 if name in exact else _ROUGH
             if reaches(rough * speedups[name], speed):
                 needed.append(name)
-            if reaches(speedups[name] / rough, speed):
+            # What is not as fast after all is found by further rounds.
+            if reaches(speedups[name], speed):
                 break
     return needed or sorted(chain(*series), key=speedups.__getitem__)[-1:]
 

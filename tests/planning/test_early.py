@@ -146,6 +146,32 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
     assert all(milliseconds(table, "batch")[name] == ms[name] for name in expected)
 
 
+@pytest.mark.parametrize("wrong", [0.75, 1.0, 1.28])
+def test_a_first_reading_on_a_busy_machine_hides_no_recipe(wrong: float) -> None:
+    ms = {DENSE: 12.0, "large": 8.0, "small": 4.0}
+    right = {DENSE: np.ones(SAMPLES), "large": np.ones(SAMPLES), "small": np.zeros(SAMPLES)}
+    table = Table()
+    table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": right[DENSE]}))
+
+    def times(names: Sequence[str], rounds: range) -> tuple[dict[str, dict[str, list[float]]], float]:
+        by_name = {name: [ms[name]] * len(rounds) for name in (DENSE, *names)}
+        if rounds == range(1):
+            by_name["large"] = [wrong * ms["large"]]
+        return {"batch": by_name}, 1.0
+
+    def evaluate(look: Look, callback: Callback) -> Measured:
+        rows = right[look.name][look.part.start : look.part.stop]
+        return Measured({}, samples=len(rows), outcomes={"right": rows})
+
+    def order(name: str) -> tuple[float, float]:
+        return -float(table.runs[name][0].outcomes["right"].mean()), ms[name]
+
+    rounds = for_speed(table, [["large", "small"]], [], [], "right", FIRST, times, 3, 1.45, order)
+    list(compare(table, rounds, evaluate, Runner(progress=False)))
+    assert evaluated(table, "large") == SAMPLES
+    assert len(table.times["batch"]["large"]) == 3
+
+
 def test_a_speed_without_candidates_times_the_dense_model_alone() -> None:
     table = Table()
     rounds = for_speed(
