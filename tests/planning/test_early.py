@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -16,6 +17,21 @@ from mmod.planning.early import for_speed, front_in, milliseconds, near_front
 
 SAMPLES = 12
 FIRST = 4
+
+
+def evaluator(outcomes: Mapping[str, np.ndarray]) -> Callable[[Look, Callback], Measured]:
+    """Return an evaluation that takes whether samples are right from known outcomes."""
+
+    def evaluate(look: Look, callback: Callback) -> Measured:
+        rows = outcomes[look.name][look.part.start : look.part.stop]
+        return Measured({}, samples=len(rows), outcomes={"right": rows})
+
+    return evaluate
+
+
+def order_in(table: Table, ms: Mapping[str, float], name: str) -> tuple[float, float]:
+    """Put the candidates that are right most often first, and of those the fastest."""
+    return -float(table.runs[name][0].outcomes["right"].mean()), ms[name]
 
 
 @given(
@@ -32,8 +48,7 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
 
     def evaluate(look: Look, callback: Callback) -> Measured:
         asked[look.name] += look.part
-        rows = outcomes[look.name][look.part.start : look.part.stop]
-        return Measured({}, samples=len(rows), outcomes={"right": rows})
+        return evaluator(outcomes)(look, callback)
 
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
@@ -81,13 +96,9 @@ def test_candidates_are_compared_on_the_same_samples() -> None:
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=len(dense), outcomes={"right": dense}))
 
-    def evaluate(look: Look, callback: Callback) -> Measured:
-        rows = models[look.name][look.part.start : look.part.stop]
-        return Measured({}, samples=len(rows), outcomes={"right": rows})
-
     times = {DENSE: [6.0] * 3, "lucky": [4.0] * 3, "same": [5.0] * 3}
     rounds = near_front(table, ["lucky", "same"], "right", first, lambda: ({"batch": times}, 1.0))
-    for _ in compare(table, rounds, evaluate, Runner(progress=False)):
+    for _ in compare(table, rounds, evaluator(models), Runner(progress=False)):
         pass
     assert {name: evaluated(table, name) for name in models} == dict.fromkeys(models, len(dense))
     assert front_in(table, "right") == ["lucky", "same"]
@@ -117,15 +128,9 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
         timed.append((set(names), rounds))
         return {"batch": by_name}, 1.0
 
-    def evaluate(look: Look, callback: Callback) -> Measured:
-        rows = outcomes[look.name][look.part.start : look.part.stop]
-        return Measured({}, samples=len(rows), outcomes={"right": rows})
-
-    def order(name: str) -> tuple[float, float]:
-        return -float(table.runs[name][0].outcomes["right"].mean()), ms[name]
-
+    order = partial(order_in, table, ms)
     rounds = for_speed(table, series, own, ["slow"], "right", FIRST, times, 3, speed, order)
-    looks = list(compare(table, rounds, evaluate, Runner(progress=False)))
+    looks = list(compare(table, rounds, evaluator(outcomes), Runner(progress=False)))
     reaching = [next(filter(lambda name: ms[DENSE] / ms[name] >= speed, names), None) for names in series]
     expected = {name for name in reaching if name} or {"a smaller"}
     # A user's own are compared in any case, and never the answer as a control.
@@ -159,15 +164,9 @@ def test_a_first_reading_on_a_busy_machine_hides_no_recipe(wrong: float) -> None
             by_name["large"] = [wrong * ms["large"]]
         return {"batch": by_name}, 1.0
 
-    def evaluate(look: Look, callback: Callback) -> Measured:
-        rows = right[look.name][look.part.start : look.part.stop]
-        return Measured({}, samples=len(rows), outcomes={"right": rows})
-
-    def order(name: str) -> tuple[float, float]:
-        return -float(table.runs[name][0].outcomes["right"].mean()), ms[name]
-
+    order = partial(order_in, table, ms)
     rounds = for_speed(table, [["large", "small"]], [], [], "right", FIRST, times, 3, 1.45, order)
-    list(compare(table, rounds, evaluate, Runner(progress=False)))
+    list(compare(table, rounds, evaluator(right), Runner(progress=False)))
     assert evaluated(table, "large") == SAMPLES
     assert len(table.times["batch"]["large"]) == 3
 
