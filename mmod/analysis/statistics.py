@@ -452,7 +452,7 @@ def unbeaten(
 
 
 def pareto_front(costs: Mapping[Name, float], scores: Mapping[Name, float]) -> list[Name]:
-    """Return the names than which none at most as dear scores more, or as much at less cost.
+    """Return the names that none beats: by a higher score at no higher cost, or by a lower cost at the same score.
 
     Example:
         >>> pareto_front({"a": 1.0, "b": 2.0, "c": 0.99}, {"a": 5, "b": 4, "c": 3})

@@ -39,7 +39,7 @@ _SHORTEST = 0.05
 class Reading(NamedTuple):
     """What is timed of a model: in each round it reads the next draw of samples, and after the last the first again.
 
-    How many tokens a model keeps may depend on the samples, so that one draw alone need not be like others.
+    How many tokens a model keeps may depend on the samples: its time on one draw may differ from that on another.
 
     Attributes:
         draws: The forward passes over each draw.
@@ -243,8 +243,8 @@ def times_once(
 
     Args:
         identity: Stands for all candidates and passes: times beside other ones are of other turns.
-        rounds: Their numbers, see `sample_times`.
         readings: Makes the models and their passes.
+        rounds: The numbers of the rounds, see `sample_times`.
         callback: Receives the share of all rounds that is done.
 
     Returns:

@@ -158,12 +158,14 @@ def check_size(
         raise ValueError(
             f"{source} patches of {projection.shape[-1]} px, and the model of {patch[1]}: name its own model"
         )
+    if given.get("img_size") is not None:
+        return
     for name in ("pos_embed", "positional_embedding"):
         # Of a whole image-text model, the bare name may be that of its texts.
         names = (f"visual.trunk.{name}", f"visual.{name}", name)
         rows = next((state[known].shape[-2] for known in names if known in state), None)
         of_model = getattr(model, name, None)
-        if given.get("img_size") is not None or rows is None or of_model is None or rows == of_model.shape[-2]:
+        if rows is None or of_model is None or rows == of_model.shape[-2]:
             continue
         across, of_model_across = math.isqrt(rows), math.isqrt(of_model.shape[-2])
         is_square = size[0] == size[1]

@@ -262,6 +262,7 @@ def times_of(
     Args:
         runs: By name; that of the dense model among them.
         readings: The passes that are timed, as `mmod.training.engine.kind.readings`.
+        rounds: Their numbers, as of `times_once`.
         callback: That of `times_once`.
     """
     finals = {name: run.final for name, run in runs.items()}

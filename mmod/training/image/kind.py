@@ -181,12 +181,11 @@ class ImageKind:
             data = self.config.data
             # As an evaluation set, because training images are augmented.
             prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
-            parts = [images for images, _ in image_stream(prepared).batches(0)]
+            parts = [images.to(device_of(self)) for images, _ in image_stream(prepared).batches(0)]
         else:
             parts = timed_images(self.config.data, size, batches, device_of(self))
-        moved = [images.to(device_of(self)) for images in parts]
         count = partial(_flops, model, self.config.image_shape)
-        return {"image": ModelInput(moved, len(moved[0]), partial(image_output, model), count)}
+        return {"image": ModelInput(parts, len(parts[0]), partial(image_output, model), count)}
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`."""
