@@ -22,7 +22,7 @@ from mmod.planning.choice import (
 )
 from mmod.planning.early import COSINES
 from mmod.planning.samples import AGREEMENT, ALONE
-from mmod.planning.untrained import FASTER, FASTER_SHARES
+from mmod.planning.untrained import FASTER_SHARES
 from mmod.planning.verdict import Verdict, beside_controls, say_guessing, verdict_of
 
 # Milliseconds of a dense pass, from `python -m scripts.gradual_size`.
@@ -325,12 +325,10 @@ class Advice:
         if self._guessing:
             return ""
         if self.faster is not None:
-            if self.recommendations[0].used or self._too_small:
-                return ""
-            larger = "" if self.best else "Larger batches may be faster. "
-            return f"{larger}Pruning and ToMe are tried too without `--faster`, in Python `faster`."
-        # A speed chooses among these series alone.
-        counted = [(row.flops, row) for row in self.rows if row.series in FASTER and row.flops is not None]
+            return "" if self.best or self._too_small else "Larger batches may be faster."
+        # Only what belongs to a series has smaller budgets.
+        in_series = [row for row in self.rows if row.series and not row.at_random]
+        counted = [(row.flops, row) for row in in_series if row.flops is not None]
         if self.samples != "images" or not counted:
             return ""
         counted.sort(key=lambda pair: -pair[0])

@@ -387,7 +387,7 @@ def _only_timed(table: Table) -> str:
     told = []
     for name, ms in times.items():
         if name not in table.runs:
-            told.append(f"{name} ({ratios(times[DENSE], ms):.2f})")
+            told.append(f"{name} ({ratios(times[DENSE], ms):[.2f})")
     if not told:
         return ""
     return f"Only timed, as too slow or smaller than its series needs (times as fast): {', '.join(told)}."

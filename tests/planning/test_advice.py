@@ -103,10 +103,6 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
         "times as fast, +0.0 [-24.2, +0.0] points of agreement. 4 more images (`--number 16`, in "
         "Python `images=16`) would tell."
     )
-    # Fewer recipes are tried for a speed: where none is surely within the tolerance, others may be.
-    more = "Pruning and ToMe are tried too without `--faster`"
-    assert f"- {more}" in str(dataclasses.replace(advice, faster=1.5))
-    assert more not in str(dataclasses.replace(advice, faster=1.5, tolerance=0.9))
     assert lenient.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
     opened = dataclasses.replace(lenient, opening='model = mmod.open_model("test_vit").model')
     assert opened.code.startswith('import mmod\n\nmodel = mmod.open_model("test_vit").model\nmmod.apply_(model, ')
@@ -375,7 +371,7 @@ def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
     assert offered(1.1) == offered(1.3) == ["1.5"]
     assert offered(1.6) == ["2"]
     assert offered(2.1) == []
-    # Three times fewer FLOPs were tried already, and nothing that is tried has another budget.
+    # Three times fewer FLOPs were tried already, and what belongs to no series has no other budget.
     assert offered(1.1, flops=0.33) == offered(1.1, series="") == []
 
 
@@ -400,13 +396,14 @@ def test_smaller_budgets_are_offered_where_the_smallest_of_a_series_loses_little
             "gradual-0.55 loses little: `--faster 1.4`, in Python `faster=1.4`, tries smaller budgets."
         )
     # The speed is one that was not reached.
-    rows = [("merge-late", 0.55, 1.6, alike), ("smaller-image", 0.54, 1.3, alike), ("tome", 0.57, 1.1, alike)]
+    rows = [("merge-late", 0.55, 1.6, alike), ("smaller-image", 0.54, 1.3, alike), ("", 0.57, 1.1, alike)]
     assert offered(*rows).startswith("merge-late-0.55 and smaller-image-0.54 lose little: `--faster 1.7`, ")
-    assert offered(("prune", 0.55, 1.8, alike), rows[1]).startswith("smaller-image-0.54 loses little: `--faster 1.9`")
+    both = offered(("prune", 0.55, 1.8, alike), rows[1])
+    assert both.startswith("prune-0.55 and smaller-image-0.54 lose little: `--faster 1.9`")
     # A tenth fewer FLOPs may make up for being slower by as much.
     assert offered(("gradual", 0.55, 0.91, alike)).startswith("gradual-0.55 loses little: `--faster 1.4`, ")
     # The smallest loses, is slower by more, or has no smaller ones.
-    for silent in (("gradual", 0.55, 1.0, lossy), ("gradual", 0.55, 0.89, alike), ("tome", 0.57, 1.0, alike)):
+    for silent in (("gradual", 0.55, 1.0, lossy), ("gradual", 0.55, 0.89, alike), ("", 0.57, 1.0, alike)):
         assert offered(silent) == ""
     assert offered(("gradual", 0.7, 1.0, alike), ("gradual", 0.55, 1.0, lossy)) == ""
     assert offered(rows[0], faster=1.3) == offered(rows[0], classes=5, accuracy=0.2) == ""
@@ -1039,14 +1036,16 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     images = torch.randn(4, 3, 160, 160, generator=torch.Generator().manual_seed(0))
     advice = trials.advise(model, [images], batch_size=2, faster=faster, progress=False)
     tried = {row.name.rpartition("-")[0] or row.name for row in advice.rows}
-    assert tried <= {"gradual", "merge-late", "a-mod", "smaller-image", "pixelprune"}
+    only_timed = set(re.findall(r"([a-z-]+)-0\.\d+ \([\d.]+\)", str(advice)))
+    # All that advice tries without a speed, but for what chooses at random.
+    series = {one.series for one in untrained.image_series() if not one.at_random}
+    assert tried | only_timed | advice.refused.keys() == {*series, "pixelprune"}
     assert len(tried) >= 3 or faster > 2
     reaching = [row for row in advice.rows if 1.03 * row.speedup.median >= faster]
     if not reaching:
         assert advice.best is None
         assert advice.sentence.startswith(f"Nothing tried is {faster:g} times as fast")
-        more = "Pruning and ToMe are tried too without `--faster`, in Python `faster`."
-        assert f"- Larger batches may be faster. {more}" in str(advice)
+        assert "- Larger batches may be faster.\n" in str(advice)
         return
     assert advice.best is not None
     assert advice.best.loss.high == min(row.loss.high for row in reaching)
@@ -1102,7 +1101,7 @@ def test_each_timed_round_reads_other_images_and_all_models_the_same(
 
 
 # Where time falls less than FLOPs do, the largest budget is close to the speed or clearly misses it.
-@pytest.mark.parametrize(("fixed", "batch_size", "most"), [(0.25, 8, 840), (0.2, 8, 860), (0.25, 32, 1390)])
+@pytest.mark.parametrize(("fixed", "batch_size", "most"), [(0.25, 8, 890), (0.2, 8, 890), (0.25, 32, 1670)])
 def test_a_wanted_speed_takes_few_passes_and_shows_life(
     fixed: float, batch_size: int, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1143,7 +1142,7 @@ def test_a_wanted_speed_takes_few_passes_and_shows_life(
     assert passes.pop("dense model") == len(images)
     # Each is tried on one.
     checked = passes.pop("fitting to FLOPs")
-    assert checked <= 16
+    assert checked <= 19
     timed = passes.pop("timing")
     looks = {name: number for name, number in passes.items() if name.endswith(" samples")}
     assert looks == dict(passes)
