@@ -60,6 +60,9 @@ def column(text: str) -> Column:
 DENSE = "########"
 PICTURES = {
     "mod": [DENSE, "#--#-##-", DENSE, "-##--#-#", DENSE, "##---#-#"],
+    "a-mod": [DENSE, DENSE, "#-##-#-#", "##-#-#-#", "#--#-###", "##-#---#"],
+    "mindskip": [DENSE, DENSE, DENSE, "--------", DENSE, "--------"],
+    "pixelprune": ["#||#|##|"] * 6,
     "gradual": [DENSE, "#|##|###", "#|#||##|", "#||#||#|", "#||#|||#", DENSE],
     "late": [DENSE, DENSE, "#|##||#|", "##|#|##|", "#||#|##|", "#|#||##|"],
     "prune": [DENSE, DENSE, "#.##.#.#", "#.##.#.#", "#..#...#", "#..#...#"],
