@@ -12,7 +12,7 @@ import numpy as np
 
 from mmod.analysis.statistics import pareto_front, unbeaten
 from mmod.analysis.table import DENSE, Look, Table, evaluated, gap
-from mmod.analysis.timing import Times, relative_times
+from mmod.analysis.timing import Times, further_rounds, ratios, relative_times
 from mmod.planning.choice import NOISE, reaches
 
 BATCH = "batch"
@@ -89,8 +89,8 @@ def for_speed(
     """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
 
     All are timed in one round, and in all rounds those that may be what their series needs: its first that reaches the
-    speed, as smaller ones lose more; if none does, the fastest. These are evaluated on few samples, and on all those
-    that may be the answer.
+    speed, as smaller ones lose more; if none does, the fastest. Where times are uncertain, what may reach the speed or
+    miss it is timed further. Those that are needed are evaluated on few samples, and on all what may be the answer.
 
     Args:
         table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
@@ -117,9 +117,13 @@ def for_speed(
         further, waiting = times(exact, range(1, rounds))
         # The first round has chosen these.
         table.waiting = max(table.waiting, waiting)
-        table.times = {}
-        for of, by_name in rough.items():
-            table.times[of] = {name: ms + further[of].get(name, []) for name, ms in by_name.items()}
+        table.times = {of: dict(by_name) for of, by_name in rough.items()}
+        table.add_rounds(further)
+        unclear = _unclear(table, exact, speed)
+        if table.caution and unclear:
+            # On a busy machine, whether they reach the speed would change from one call to the next.
+            further, _ = times(unclear, further_rounds(rounds))
+            table.add_rounds(further)
         chosen = _needed(table, series, speed, exact)
     yield look_at(dict.fromkeys([*chosen, *own]), 0, first)
     samples = evaluated(table, DENSE)
@@ -151,6 +155,13 @@ def _needed(table: Table, series: Sequence[Sequence[str]], speed: float, exact: 
             if reaches(speedups[name], speed):
                 break
     return needed or sorted(chain(*series), key=speedups.__getitem__)[-1:]
+
+
+def _unclear(table: Table, names: Iterable[str], speed: float) -> list[str]:
+    """Return the candidates for which the quartiles of few rounds leave open whether they reach a speed."""
+    ms = table.times[BATCH]
+    spreads = {name: ratios(ms[DENSE], ms[name]).shown for name in names}
+    return [name for name, spread in spreads.items() if reaches(spread.high, speed) and not reaches(spread.low, speed)]
 
 
 def _speedups(table: Table) -> dict[str, float]:

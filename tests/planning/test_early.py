@@ -178,3 +178,28 @@ def test_a_speed_without_candidates_times_the_dense_model_alone() -> None:
     )
     assert list(rounds) == []
     assert milliseconds(table, "batch") == {DENSE: 1.0}
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_on_a_busy_machine_what_may_miss_a_wanted_speed_is_timed_further(is_busy: bool) -> None:
+    """Two of three readings are too fast, and of all that follow none."""
+    readings = {DENSE: [12.0], "lucky": [12.0, 7.5, 7.5, 12.0], "fast": [6.0], "slow": [11.0]}
+    timed: list[tuple[list[str], range]] = []
+    table = Table()
+    ones = np.ones(SAMPLES)
+    table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": ones}))
+
+    def times(names: Sequence[str], rounds: range) -> tuple[dict[str, dict[str, list[float]]], float]:
+        timed.append(([*names], rounds))
+        by_round = {name: [of[min(number, len(of) - 1)] for number in rounds] for name, of in readings.items()}
+        return {"batch": {name: by_round[name] for name in (DENSE, *names)}}, 1.0 + is_busy
+
+    outcomes = {DENSE: ones, "lucky": ones, "fast": np.r_[0.0, ones[1:]], "slow": ones}
+    order = partial(order_in, table, {"lucky": 1.0, "fast": 6.0, "slow": 11.0})
+    series = [["lucky"], ["fast"], ["slow"]]
+    rounds = for_speed(table, series, [], ["lucky"], "right", FIRST, times, 3, 1.5, order)
+    looks = [look.name for look in compare(table, rounds, evaluator(outcomes), Runner(progress=False))]
+    further = [(names, rounds) for names, rounds in timed if rounds.start >= 3]
+    assert [names for names, _ in further] == is_busy * [["lucky"]]
+    assert {*looks} == ({"fast"} if is_busy else {"lucky", "fast"})
+    assert len(table.times["batch"]["fast"]) == 3
