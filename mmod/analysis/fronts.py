@@ -5,25 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from mmod.analysis.statistics import pareto_front
-from mmod.analysis.style import FAINT, INK, PAPER, add_hint, add_legend, looks, new_figure, place_labels, tidy
+from mmod.analysis.style import FAINT, INK, PAPER, Style, add_hint, add_legend, looks, new_figure, place_labels, tidy
 from mmod.lazy import name_missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
+    from typing_extensions import Unpack
 
 # Width in inches of all panels of a figure together, which a page shows without shrinking them, and of one panel.
 _WIDTH = 10.4
 _PANEL = 4.8
 _FRONT = "Pareto front"
 # A triangle of matplotlib with its tip, which points down, at the point.
-_ARROW = 7
+_ARROW: Literal[7] = 7
 
 
 class Mark(NamedTuple):
@@ -129,7 +130,7 @@ class Fronts:
         for name, style in self.styles.items():
             points = [mark for mark in shown if mark.series == name]
             points.sort(key=lambda mark: mark.cost)
-            line = {**style, "marker": "", "linewidth": 0.8, "alpha": 0.6}
+            line: Style = {**style, "marker": "", "linewidth": 0.8, "alpha": 0.6}
             _draw_line(axis, points, **line)
         for mark in marks:
             style = {**self.styles[mark.series], "linestyle": ""}
@@ -199,18 +200,19 @@ class Fronts:
                 bar = [(mark.cost, mark.low), (mark.cost, mark.high)]
                 (left, below), (right, above) = axis.transData.transform(bar)
                 boxes.append(Bbox.from_extents(left - 1, below, right + 1, above))
+        look = {"fontsize": 9, "fontweight": "bold", "ha": "center", "va": "center"}
+        paper = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
         for mark in [*front, *further, *lost]:
-            look = {"color": self.styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
-            look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+            colour = self.styles[mark.series]["color"]
             name = mark.name
             if mark in lost:
                 name += f": {mark.score:.3g}"
             height = max(bottom, mark.score)
-            texts.append(axis.text(mark.cost, height, name, ha="center", va="center", **look))
+            texts.append(axis.text(mark.cost, height, name, look, color=colour, bbox=paper))
         place_labels(axis, texts, boxes)
 
 
-def _draw_line(axis: Axes, marks: Sequence[Mark], **style: Any) -> None:
+def _draw_line(axis: Axes, marks: Sequence[Mark], **style: Unpack[Style]) -> None:
     costs = [mark.cost for mark in marks]
     axis.plot(costs, [mark.score for mark in marks], **style)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from zlib import crc32
 
 import numpy as np
@@ -62,14 +62,29 @@ _HINT = "hint "
 _THEME = {INK: "var(--ink)", FAINT: "var(--faint)", LINE: "var(--line)", PAPER: "var(--paper)"}
 
 
-def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the style of each series, as keywords of matplotlib.
+Line = Literal["-", "--", ":", ""]
+"""How matplotlib draws a line."""
+
+
+class Style(TypedDict, total=False):
+    """Keywords of matplotlib for a line with markers; marker 7 is a triangle whose tip points down, at the point."""
+
+    color: str
+    marker: str | Literal[7]
+    markersize: float
+    linestyle: Line
+    linewidth: float
+    alpha: float
+
+
+def looks(names: Iterable[str]) -> dict[str, Style]:
+    """Return the style of each series.
 
     Colours and markers follow from names, so a series has one look in all figures. Where another series of the figure
     has its colour, it has the next free one, while there is one. Series of most studies choose first. The dense model
     is a star in ink; controls, such as "random", are grey and dashed.
     """
-    styles: dict[str, dict[str, object]] = {}
+    styles: dict[str, Style] = {}
     taken: set[tuple[str, str]] = set()
     free = list(range(len(PALETTE)))
     for name in sorted(names, key=lambda name: (name not in _FIXED, name)):
@@ -83,7 +98,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
             free.remove(colour_number)
         colour = PALETTE[colour_number]
         marker = MARKERS[number % len(MARKERS)]
-        line = "-"
+        line: Line = "-"
         size = 7
         if control:
             colour = FAINT

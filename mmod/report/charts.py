@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmod.analysis.statistics import Estimate, difference
-from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, svg_of, tidy
+from mmod.analysis.style import PALETTE, Line, Style, add_hint, add_legend, new_figure, svg_of, tidy
 from mmod.audits.across import Across
 from mmod.audits.plots import draw_audit, draw_gaps
 from mmod.report.sources import AuditRecord, RunRecord
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from typing_extensions import Unpack
 
 # Titles of figures; see `mmod.training.engine.health`.
 _TITLES = {
@@ -26,7 +27,7 @@ _TITLES = {
     "spread": "spread of scores",
     "gate": "mean gate",
 }
-_LINES = {"train": "-", "val": "--", "ema": ":"}
+_LINES: Mapping[str, Line] = {"train": "-", "val": "--", "ema": ":"}
 # Most logged steps of a run on a page, so that it stays small.
 _STEPS = 400
 _RANKS = "rank correlation"
@@ -177,7 +178,7 @@ def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for axis in axes[len(panels) :]:
         axis.remove()
-    handles: dict[str, object] = {}
+    handles: dict[str, Line2D] = {}
     for axis, (name, title) in zip(axes, panels.items()):
         for block, data in product(blocks, _LINES):
             logged = [row for row in rows if (row["block"], row["data"]) == (block, data)]
@@ -194,7 +195,7 @@ def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _draw_points(axis: Axes, points: Sequence[tuple[int, float]], **style: Any) -> Line2D:
+def _draw_points(axis: Axes, points: Sequence[tuple[int, float]], **style: Unpack[Style]) -> Line2D:
     """Draw a line through some points, with a mark at each where they are few."""
     if len(points) < 30:
         style |= {"marker": "o", "markersize": 3}

@@ -17,7 +17,7 @@ from torch import nn
 from mmod.analysis.counting import meta_copy, step_flops
 from mmod.analysis.prefill import Prefill, Prompt, language_stack
 from mmod.analysis.statistics import Estimate, difference, published
-from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
+from mmod.analysis.style import FAINT, INK, MARKERS, Style, add_hint, add_legend, looks, new_figure, tidy
 from mmod.analysis.table import Measured, Table, compare, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.files import locked, make_folder
@@ -432,7 +432,7 @@ def draw(points: Points) -> Figure:
     return figure
 
 
-def _draw_curve(axis: Axes, curve: Curve, key: str, style: Mapping[str, Any]) -> None:
+def _draw_curve(axis: Axes, curve: Curve, key: str, style: Style) -> None:
     sizes = np.geomspace(curve.sizes[0], curve.sizes[-1], 60)
     colour = style["color"]
     line = style["linestyle"] or "-"
