@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from mmod.io.tables import markdown_table
+from mmod.plain import from_plain, without
 
 REST = ""
+# Properties that a written report has beside its fields.
+_TOTALS = ("dense", "routed", "importance", "share")
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,17 @@ class FlopReport(FlopCounts):
     dense_training_bytes: int
     training_bytes: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the report as plain JSON values, totals included."""
-        # Totals are properties, which `asdict` leaves out.
-        totals = {name: getattr(self, name) for name in ("dense", "routed", "importance", "share")}
+        totals = {name: getattr(self, name) for name in _TOTALS}
         # JSON has no tuples.
         inputs = {name: list(shape) for name, shape in self.inputs.items()}
         return {**asdict(self), **totals, "inputs": inputs}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, object]) -> FlopReport:
+        """Return the report that `to_dict` wrote."""
+        return from_plain(cls, without(fields, _TOTALS), "flops")
 
     def summary(self) -> list[str]:
         """Return the main figures, one line each."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mmod.analysis.flop_report import FlopReport
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import PALETTE, Line, Style, add_hint, add_legend, new_figure, svg_of, tidy
 from mmod.audits.across import Across
@@ -104,16 +105,17 @@ def _draw_kept(across: Across) -> Figure:
     return figure
 
 
-def _flops_by_part(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+def _flops_by_part(report: FlopReport) -> dict[str, tuple[float, float]]:
     """Return the MFLOPs of a sample in each part of a model, dense and routed."""
-    blocks = report["blocks"]
-    parts = {"everything else": (report["rest"]["dense"], report["rest"]["routed"])}
+    blocks = report.blocks
+    parts = {"everything else": (report.rest.dense, report.rest.routed)}
     for title, is_routed in (("dense blocks", False), ("routed blocks", True)):
         # A block is routed if it computes less, whatever method is on it.
-        chosen = [block for block in blocks if (block["kept"] < block["tokens"]) == is_routed]
-        computed = sum(block["routed"] - block["router"] - block["importance"] for block in chosen)
-        parts[title] = (sum(block["dense"] for block in chosen), computed)
-    parts |= {title: (0, sum(block[title] for block in blocks)) for title in ("router", "importance")}
+        chosen = [block for block in blocks if (block.kept < block.tokens) == is_routed]
+        computed = sum(block.routed - block.router - block.importance for block in chosen)
+        parts[title] = (sum(block.dense for block in chosen), computed)
+    parts["router"] = (0, sum(block.router for block in blocks))
+    parts["importance"] = (0, report.importance)
     return {title: (dense / 1e6, routed / 1e6) for title, (dense, routed) in parts.items()}
 
 

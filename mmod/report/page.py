@@ -153,7 +153,7 @@ def _audit_section(record: AuditRecord) -> _Section:
     first, *others = map(_figure, audit_charts(record))
     routed = None
     if record.flops is not None:
-        routed = float(record.flops["routed"])
+        routed = record.flops.routed
     counted = {"this model": routed, **record.baseline_flops}
     costs = [f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None]
     parts = audit.sections()

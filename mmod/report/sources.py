@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from mmod.analysis.flop_report import FlopReport
 from mmod.audits.generation import Generation
 from mmod.audits.result import Audit
 from mmod.io.files import near_paths, open_rows, parse_json, read_text
@@ -59,7 +60,7 @@ class AuditRecord:
     command: str
     environment: Mapping[str, object]
     audit: Audit
-    flops: Mapping[str, Any] | None
+    flops: FlopReport | None
     baseline_flops: Mapping[str, float | None]
     generation: Generation | None
 
@@ -147,13 +148,16 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
         generation = record["generation"]
         if generation is not None:
             generation = from_plain(Generation, generation, "generation", limit=None)
+        counted = record["flops"]
+        if counted is not None:
+            counted = FlopReport.from_dict(counted)
         return AuditRecord(
             name=_run_name(path.parent.parent, root),
             folder=path.parent,
             command=record["command"],
             environment=record["environment"],
             audit=Audit.from_dict(record["audit"]),
-            flops=record["flops"],
+            flops=counted,
             baseline_flops=record["baseline_flops"],
             generation=generation,
         )

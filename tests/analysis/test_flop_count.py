@@ -370,6 +370,7 @@ def test_a_report_is_saved_and_says_what_was_added() -> None:
     assert f"{report.parameters:,} parameters, {2 * 192:+,} against the dense model" in str(report)
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["routed"] == sum(row["routed"] for row in plain["blocks"]) + plain["rest"]["routed"]
+    assert type(report).from_dict(plain) == report
 
 
 def test_memory_follows_what_is_held() -> None:

@@ -215,17 +215,15 @@ def _write(
 ) -> None:
     """Write pictures, text and record of an audit."""
     counted = _counted(kind, model)
-    by_part = None if counted is None else dict(counted.to_dict())
     generation = _generation(kind, model, options)
     maps = _maps(kind, model, options.maps)
     if maps is not None:
         save_picture(folder, "maps", maps)
     save_figure(draw_audit(report), folder / "audit.png", dpi=150)
     text = f"{report}\n"
-    if by_part is not None and baseline_costs:
+    if counted is not None and baseline_costs:
         others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in baseline_costs.items())
-        routed = by_part["routed"] / 1e6
-        text += f"\nMFLOPs of a sample, as counted on these: this model {routed:.2f}, {others}.\n"
+        text += f"\nMFLOPs of a sample, as counted on these: this model {counted.routed / 1e6:.2f}, {others}.\n"
     generated = None
     if generation is not None:
         text += f"\n{generation}\n"
@@ -236,7 +234,7 @@ def _write(
         "command": command,
         "environment": environment(),
         "audit": report.to_dict(),
-        "flops": by_part,
+        "flops": counted and counted.to_dict(),
         "baseline_flops": baseline_costs,
         "generation": generated,
     }
