@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
+from typing_extensions import TypeVar
 
 from mmod.analysis.statistics import (
     FEWEST,
@@ -29,6 +30,8 @@ from mmod.analysis.timing import timing_caution
 from mmod.io.jobs import AnyJob, Callback, Job, Runner
 from mmod.io.store import Store
 
+# What a job reads of the samples.
+Part = TypeVar("Part", default=range)
 DENSE = "dense"
 """Name of the candidate that all others are compared with."""
 _DRAWS = 2000
@@ -111,10 +114,10 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look(Job):
+class Look(Job, Generic[Part]):
     """The evaluation of a candidate on a part of the samples."""
 
-    part: Any
+    part: Part
 
     def __str__(self) -> str:
         return self.name

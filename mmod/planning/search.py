@@ -49,6 +49,8 @@ from mmod.values import check_value, one_of
 _BASE = "plan"
 # The outcome of a batch: the divergences of its rows together.
 _SUM = "sum of divergences"
+# A batch, its dense outputs, and what stands for them in a store.
+_DenseBatch = tuple[object, Tensor, str]
 
 
 @by_first_batch
@@ -213,14 +215,14 @@ def divergences(
     runner = Runner(progress=shown)
     table = Table()
 
-    def rounds() -> Iterator[Sequence[Look]]:
+    def rounds() -> Iterator[Sequence[Look[_DenseBatch]]]:
         for number, batch in enumerate(batches, 1):
             runner.title = f"search plan, batch {number}"
             dense_RF = outputs(model, batch, part)
             dense = (batch, dense_RF, fingerprint(dense_RF))
             yield [Look(name=name, seed=0, part=dense) for name in plans]
 
-    def measure(look: Look, callback: Callback) -> Measured:
+    def measure(look: Look[_DenseBatch], callback: Callback) -> Measured:
         plan = plans[look.name]
         batch, dense_RF, known = look.part
 

@@ -138,7 +138,7 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
     def identity_of_run(name: str) -> dict[str, Any]:
         return {"work": "benchmark", "config": identity["config"], "run": name}
 
-    def measure(job: Look, callback: Callback) -> list[Row]:
+    def measure(job: Look[None], callback: Callback) -> list[Row]:
         return store.once(identity_of_run(job.name), runs.calls[job.name], timed_on=config.device)
 
     def report_so_far() -> BenchmarkReport:
