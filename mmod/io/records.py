@@ -51,7 +51,7 @@ def check_unused(folder: Path, file: str) -> None:
             raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
 
 
-def answered_by(folder: str | Path) -> dict[str, Any] | None:
+def answered_by(folder: str | Path) -> dict[str, object] | None:
     """Return the question that the results in a folder answer; None if it is not known."""
     path = Path(folder) / QUESTION
     if not path.is_file():

@@ -9,12 +9,11 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmod.io.files import locked, write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.opening.runs import told_sums, weight_sums
-from mmod.plain import without
+from mmod.plain import from_plain, without
 from mmod.studies.measure import identity_of
 from mmod.studies.runs import Run
 from mmod.training.engine.config import TRAINING
@@ -45,9 +44,9 @@ class Question:
         # Several programs may begin at once.
         with locked(folder / QUESTION, wait=True):
             self.check(folder)
-            answered = answered_by(folder)
+            answered = _answered_by(folder)
             # What others have recorded of their models stays.
-            if answered is None or not answered["models"]:
+            if answered is None or not answered.models:
                 self.keep(folder, ())
 
     def check(self, folder: Path) -> None:
@@ -55,7 +54,7 @@ class Question:
 
         And if, before it has a table, models in it were trained from other weights.
         """
-        answered = answered_by(folder)
+        answered = _answered_by(folder)
         # A start that was stopped before its first result leaves the question and its lock alone.
         results = [path for path in folder.glob("[!.]*") if path.name != QUESTION]
         if answered is not None and results:
@@ -74,20 +73,20 @@ class Question:
         if changes:
             raise FolderTakenError(f"{str(table)!r} is the table of another study, {advice}. Differing: {changes}")
 
-    def _check_data(self, folder: Path, answered: Mapping[str, Any]) -> None:
+    def _check_data(self, folder: Path, answered: Question) -> None:
         """Raise a FolderTakenError if the results in a folder, with a table or without, are of other files of data."""
-        changes = differences({_DATA: answered["evaluation"].get(_DATA)}, {_DATA: self.evaluation.get(_DATA)})
+        changes = differences({_DATA: answered.evaluation.get(_DATA)}, {_DATA: self.evaluation.get(_DATA)})
         if changes:
             raise FolderTakenError(
                 f"{str(folder)!r} was begun with other evaluation data: restore its files, or name another folder, "
                 f"--output FOLDER. Differing: {changes}"
             )
 
-    def _check_weights(self, folder: Path, answered: Mapping[str, Any] | None) -> None:
+    def _check_weights(self, folder: Path, answered: Question | None) -> None:
         """Raise a FolderTakenError if models in a folder were trained from other weights: they would be read again."""
         if answered is None:
             return
-        for name, model in answered["models"].items():
+        for name, model in answered.models.items():
             if not model[_TRAINED] or name not in self.models:
                 continue
             before = {"weights": model.get("weights")}
@@ -98,21 +97,21 @@ class Question:
                     f"name another folder, --output FOLDER. Differing: {changes}"
                 )
 
-    def _changes_from(self, answered: Mapping[str, Any]) -> str:
+    def _changes_from(self, answered: Question) -> str:
         """Return what keeps a study from going on with an answered one; empty where nothing does."""
-        changes = differences(answered["evaluation"], self.evaluation)
+        changes = differences(answered.evaluation, self.evaluation)
         if changes:
             return changes
-        for name in [name for name in self.models if name in answered["models"]]:
-            changes = _changes_of_model(answered["models"][name], self.models[name], self.free_keys)
+        for name in [name for name in self.models if name in answered.models]:
+            changes = _changes_of_model(answered.models[name], self.models[name], self.free_keys)
             # Of the same change in all models, the first tells.
             if changes:
                 return f"model {name!r}: {changes}"
-        missing = [name for name in answered["models"] if name not in self.models]
+        missing = [name for name in answered.models if name not in self.models]
         if missing:
             return f"models {', '.join(missing)}: measured there, left out now"
-        if self.seeds < answered["seeds"]:
-            return f"seeds: {answered['seeds']} there, {self.seeds} now"
+        if self.seeds < answered.seeds:
+            return f"seeds: {answered.seeds} there, {self.seeds} now"
         return ""
 
     def keep(self, folder: Path, names: Collection[str]) -> None:
@@ -120,12 +119,26 @@ class Question:
 
         A study that goes on has not come to all of them yet, and another program may be ahead of it.
         """
-        before = (answered_by(folder) or {"models": {}})["models"]
+        answered = _answered_by(folder)
+        before = {} if answered is None else answered.models
         models = {}
         for name, model in self.models.items():
             if name in names or (name in before and not _changes_of_model(before[name], model, self.free_keys)):
                 models[name] = model
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
+
+
+def _answered_by(folder: Path) -> Question | None:
+    """Return the question that the results in a folder answer; None if it is not known."""
+    answered = answered_by(folder)
+    if answered is None:
+        return None
+    try:
+        return from_plain(Question, answered)
+    except (TypeError, ValueError) as error:
+        raise FolderTakenError(
+            f"{str(folder / QUESTION)!r} is no question of a study: name another folder, --output FOLDER"
+        ) from error
 
 
 def _changes_of_model(before: Mapping[str, object], now: Mapping[str, object], free_keys: Collection[str]) -> str:

@@ -120,6 +120,13 @@ def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
                 question.check(folder)
 
 
+def test_a_folder_of_advice_is_not_a_study_s(tmp_path: Path) -> None:
+    (tmp_path / "advice.json").write_text("{}")
+    (tmp_path / QUESTION).write_text(json.dumps({"model": "a", "samples": 8}))
+    with pytest.raises(FolderTakenError, match="no question of a study: name another folder, --output FOLDER"):
+        Question({}, 1, {}).check(tmp_path)
+
+
 def test_another_teacher_in_the_same_place_makes_another_study(tmp_path: Path) -> None:
     teacher = tmp_path / "other.safetensors"
     study = study_in(tmp_path, finetune={"epochs": 1, "distill": {"teacher": str(teacher)}})
