@@ -8,20 +8,28 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from mmod.lazy import import_path
 from mmod.values import one_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from mmod.io.store import Store
+    from mmod.training.chat import config as chat
+    from mmod.training.chat.evaluate import EvalResult as ChatResult
     from mmod.training.engine.config import RunConfig
     from mmod.training.engine.estimate import RunEstimate
     from mmod.training.engine.evaluate import RoutedResult
     from mmod.training.engine.kind import AfterStep, Kind, Streams
     from mmod.training.engine.run_folder import FitResult
-    from mmod.training.image.config import TrainConfig
-    from mmod.training.image.evaluate import EvalResult
+    from mmod.training.image import config as image
+    from mmod.training.image.evaluate import EvalResult as ImageResult
+    from mmod.training.pairs import config as pairs
+    from mmod.training.pairs.evaluate import EvalResult as PairsResult
+    from mmod.training.text import config as text
+    from mmod.training.text.evaluate import EvalResult as TextResult
 
 
 class Row(NamedTuple):
@@ -111,19 +119,25 @@ def kind_of(config: object) -> Kind:
     return kind(config)
 
 
+class FitArguments(TypedDict, total=False):
+    """The options of `fit`; a `store` keeps what is computed of each evaluated batch."""
+
+    streams: Streams
+    progress: bool
+    after_step: AfterStep
+    store: Store
+
+
 @typing.overload
-def fit(
-    config: TrainConfig, *, streams: Streams = ..., progress: bool = ..., after_step: AfterStep = ...
-) -> FitResult[EvalResult]: ...
+def fit(config: image.TrainConfig, **options: Unpack[FitArguments]) -> FitResult[ImageResult]: ...
 @typing.overload
-def fit(
-    config: RunConfig,
-    *,
-    streams: Streams = ...,
-    progress: bool = ...,
-    after_step: AfterStep = ...,
-    store: Store = ...,
-) -> FitResult[Any]: ...
+def fit(config: pairs.TrainConfig, **options: Unpack[FitArguments]) -> FitResult[PairsResult]: ...
+@typing.overload
+def fit(config: chat.TrainConfig, **options: Unpack[FitArguments]) -> FitResult[ChatResult | None]: ...
+@typing.overload
+def fit(config: text.TrainConfig, **options: Unpack[FitArguments]) -> FitResult[TextResult]: ...
+@typing.overload
+def fit(config: RunConfig, **options: Unpack[FitArguments]) -> FitResult[RoutedResult | None]: ...
 def fit(config: RunConfig, **options: object) -> FitResult[RoutedResult | None]:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.
 
