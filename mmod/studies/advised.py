@@ -130,10 +130,10 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
     if run is None:
         config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
     else:
-        config = parse_run([options.model], all_configs())
-        if config.kind != "chat":
-            raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {config.kind!r}")
-        config = dataclasses.replace(config, data=data)
+        parsed = parse_run([options.model], all_configs())
+        if not isinstance(parsed, TrainConfig):
+            raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {parsed.kind!r}")
+        config = dataclasses.replace(parsed, data=data)
     kind = ChatKind(config)
     opened = open_model(load(kind), dense=True)
     # Batches are whole: the last may go beyond the number.

@@ -27,8 +27,10 @@ from mmod.data.records import IMAGE, prior_of
 from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
+from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache, prompt_flops
+from mmod.training.engine.config import config_as
 from mmod.training.engine.kind import Kind, readings
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ _COLUMNS = (
 
 def _describe(study: Study) -> Facts:
     """Return percent right for the answer that is most frequent in training, by type of question."""
-    data = (study.comparison.train or study.dense).data
+    data = config_as(study.comparison.train or study.dense, TrainConfig).data
     train = open_conversations(str(data.train), data)
     val = open_conversations(str(data.val), data)
     prior = prior_of(train.turns(), val.turns(last=True))

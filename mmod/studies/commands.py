@@ -19,6 +19,7 @@ from mmod.studies.config import StudyConfig
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.kind_configs import CONFIGS
 from mmod.training.command import parse_run
+from mmod.training.engine.config import config_as
 from mmod.training.kinds import all_configs, extended
 
 _DRY = "--dry-run"
@@ -106,5 +107,5 @@ def plan(arguments: Sequence[str]) -> None:
     from mmod.training.kinds import kind_of
 
     folder = Path(config.output) / "plan"
-    (search,) = search_for(kind_of(config), [config.plan], folder)
+    (search,) = search_for(kind_of(config), [config_as(config, Searched).plan], folder)
     print(f"{search}\n\nPlan, picture and scores: {folder}")

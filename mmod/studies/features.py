@@ -29,9 +29,10 @@ from mmod.studies.kind_configs import FeaturesStudyConfig
 from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of
 from mmod.studies.report import listed
 from mmod.studies.runs import Run
-from mmod.training.engine.config import RunConfig
+from mmod.training.engine.config import RunConfig, config_as
 from mmod.training.engine.evaluate import mean_share
 from mmod.training.engine.kind import Kind, load
+from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
 from mmod.values import IGNORED
@@ -243,7 +244,7 @@ def _probe(
     """
     config = _config_of(study)
     features = {}
-    for name in _splits(kind.config.data):
+    for name in _splits(config_as(kind.config, TrainConfig).data):
         owner = kind.config
         if dense is not None and name != _TESTED:
             owner = dense
@@ -274,7 +275,7 @@ def _evaluate(
         by_dense: Read the features of the split to fit on, which the dense model has computed.
     """
     config = _config_of(study)
-    run_config: Any = kind.config
+    run_config = config_as(kind.config, TrainConfig)
     streams = {name: _decoded(fields) for name, fields in _splits(run_config.data).items()}
     if len(streams) == 1:
         # Refused before a model is made.
@@ -319,7 +320,7 @@ def identity_of_features(feature: str, run_config: RunConfig, split: str) -> dic
     known = identity_of(run_config)
     names = ("model", "routing", "methods", "precision")
     settings = {name: known["config"][name] for name in names if name in known["config"]}
-    data = json.loads(_splits(run_config.data)[split])
+    data = json.loads(_splits(config_as(run_config, TrainConfig).data)[split])
     return {**known, "config": settings, "work": "features", "feature": feature, "data": data}
 
 

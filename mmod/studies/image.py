@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run, run_config_of
+from mmod.training.engine.config import config_as
 from mmod.training.engine.kind import cost, device_of
 from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
@@ -127,7 +128,7 @@ def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -
 
 def _describe(study: Study) -> Facts:
     """Return the source, redundancy and preprocessing of the images."""
-    data = study.dense.data
+    data = config_as(study.dense, TrainConfig).data
     images = f"Images: {data.source}, split {data.val_split!r}, {data.image_size} px"
     patch = image_facts(sketch(kind_of(study.dense))).patch
     if patch is not None:
@@ -143,7 +144,9 @@ def _describe(study: Study) -> Facts:
 
 def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of one image and the memory of a batch."""
-    (images,) = timed_images(run.training.data, study.config.latency_batch, 1, device_of(run.start))
+    (images,) = timed_images(
+        config_as(run.training, TrainConfig).data, study.config.latency_batch, 1, device_of(run.start)
+    )
     with torch.inference_mode():
         peak = peak_bytes(partial(model, images), images.device)
     gflops = cost(run.start, model, rows.kept)["image"] / 1e9
@@ -152,7 +155,7 @@ def _count(study: Study, run: Run, model: nn.Module, rows: Measured) -> dict[str
 
 def _draw(study: Study, run: Run, model: nn.Module) -> Figure:
     """Draw what a routed model keeps of sample images."""
-    return draw_sample_maps(model, sample_images(run.training.data, study.config.maps))
+    return draw_sample_maps(model, sample_images(config_as(run.training, TrainConfig).data, study.config.maps))
 
 
 def _baselines(study: Study, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
@@ -292,8 +295,7 @@ def _opening(study: Study, candidate: Candidate) -> str:
     """Return the line of Python that opens the model which a candidate's methods are applied to."""
     dense = study.comparison.dense_run(seed=0)
     changes = Candidate(candidate.name, changes=candidate.changes)
-    # A training config of images, whose model has a name and arguments.
-    start: Any = study.dense
+    start = config_as(study.dense, TrainConfig)
     any_size = {}
     if candidate.image_size is not None:
         # Of another library, it takes any size or says no such thing.
@@ -306,10 +308,8 @@ def _opening(study: Study, candidate: Candidate) -> str:
     model = run_config_of(changes, start).model
     named = model.checkpoint
     is_same = (model.name, model.args) == (start.model.name, start.model.args)
-    # Folders that say which model they hold.
-    is_told = named is not None and (find_run(named) is not None or is_described(named))
-    if is_told and is_same:
-        # Methods of a saved model were undone.
+    if is_same and named is not None and (find_run(named) is not None or is_described(named)):
+        # Such a folder says which model it holds. Methods of a saved model were undone.
         return opening_line(named, dense=True, args=any_size)
     return opening_line(model.name, checkpoint=named, args={**model.args, **any_size})
 

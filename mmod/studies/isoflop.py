@@ -36,9 +36,9 @@ from mmod.studies.question import question_of
 from mmod.studies.rates import Rates, at_rates, best_rates
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.studies.runs import Comparison, Run, run_config_of
-from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.start import sketch
-from mmod.training.kinds import config_class, kind_of
+from mmod.training.kinds import kind_of
+from mmod.training.text.config import TrainConfig
 from mmod.training.text.kind import window_flops
 from mmod.values import refuse_unknown
 
@@ -77,7 +77,7 @@ class Setting(NamedTuple):
     steps: int
     spent: float  # FLOPs of all steps.
     candidate: Candidate
-    config: LoopConfig  # Without the best learning rate, seed and folder.
+    config: TrainConfig  # Without the best learning rate, seed and folder.
 
     @property
     def name(self) -> str:
@@ -130,13 +130,11 @@ def training_flops(model: nn.Module, tokens: int) -> int:
         return step_flops(copied, lambda: prefill.logits().sum() + auxiliary_loss(copied))
 
 
-def _dense(config: IsoflopConfig) -> LoopConfig:
+def _dense(config: IsoflopConfig) -> TrainConfig:
     fields = merged(read_yaml(config.dense), config.changes)
     # Rates of the study are factors of this one, whatever the file has, which may be 0.
     fields = merged(fields, {"output": config.output, "routing": None, "optim": {"lr": 1.0}})
-    dense = config_class("text").from_dict(fields)
-    assert isinstance(dense, LoopConfig)
-    return dense
+    return TrainConfig.from_dict(fields)
 
 
 def _series(config: IsoflopConfig) -> list[Candidate]:
@@ -211,7 +209,7 @@ def _ahead(config: IsoflopConfig, settings: Sequence[Setting]) -> str:
     )
 
 
-def _length(run_config: LoopConfig, budget: float, step: int, name: str) -> dict[str, int]:
+def _length(run_config: TrainConfig, budget: float, step: int, name: str) -> dict[str, int]:
     """Return the length of a run, as fields of its config, whose steps of some FLOPs come nearest to the budget."""
     paid = budget / step
     # Epochs have whole steps: some numbers of them come nearer to the budget.

@@ -11,6 +11,8 @@ from mmod.io.yaml import merged
 from mmod.plain import without_none
 from mmod.planning.candidate import FIT
 from mmod.studies.config import RUN_FIELDS, StudyConfig
+from mmod.training.engine.config import config_as
+from mmod.training.image.config import TrainConfig
 from mmod.values import check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -67,13 +69,15 @@ class TimmStudyConfig(StudyConfig):
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Raise a ValueError if a model would be trained on images that it or another is evaluated on."""
         super().check_runs(dense, tuned)
-        evaluated = [dense.data]
+        data = config_as(dense, TrainConfig).data
+        evaluated = [data]
         trained = []
         if self.train_dense:
-            trained.append(dense.data)
+            trained.append(data)
         if self.tune:
-            trained.append(tuned.data)
-            evaluated.append(tuned.data)
+            data = config_as(tuned, TrainConfig).data
+            trained.append(data)
+            evaluated.append(data)
         if self.rates is not None and self.rate_split in {data.val_split for data in evaluated}:
             raise ValueError(
                 "rates would be chosen on the images of the evaluation: rate_split and data.val_split are both "
@@ -112,7 +116,7 @@ class ImageStudyConfig(TimmStudyConfig):
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse a score of patches where images have the labels."""
         super().check_runs(dense, tuned)
-        if self.score != "top1" and dense.data.label_patch is None:
+        if self.score != "top1" and config_as(dense, TrainConfig).data.label_patch is None:
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
 
 
@@ -191,7 +195,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse patches without classes, and a training split that is missing."""
         super().check_runs(dense, tuned)
-        data = dense.data
+        data = config_as(dense, TrainConfig).data
         if self.classifier == "dense" and data.train_split == data.val_split:
             raise ValueError(
                 "classifier='dense' is fitted on data.train_split and tested on data.val_split: both are "
@@ -284,8 +288,11 @@ class ChatStudyConfig(StudyConfig):
 
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse training configs without questions."""
+        # Its data's readers take a while to import, for which the help of another kind would wait.
+        from mmod.training.chat.config import TrainConfig
+
         super().check_runs(dense, tuned)
-        if dense.data.val is None or tuned.data.val is None:
+        if any(config_as(run, TrainConfig).data.val is None for run in (dense, tuned)):
             raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
 
     def parts_in(self, fields: Mapping[str, object]) -> dict[str, Mapping[str, object]]:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from mmod.analysis.table import Measured, Table, by_seed, fill
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store
+from mmod.io.yaml import merged
 from mmod.studies.measure import Measure, Measurer, starting_weights
 from mmod.studies.runs import Run
-from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.training.engine.config import LoopConfig, RunConfig, config_as
 
 
 class Rates(NamedTuple):
@@ -81,8 +82,8 @@ def _start_of(runs: Sequence[Run]) -> list[Run]:
 def _trial(run: Run, rates: Rates, factor: float) -> Run:
     name = f"{run.name}-{factor:g}"
     run_config = _with_rate(run.training, factor)
-    data = dataclasses.replace(run_config.data, **rates.data)
-    run_config = dataclasses.replace(run_config, data=data, output=str(rates.folder / name), seed=rates.seed)
+    run_config = type(run_config).from_dict(merged(run_config.as_written(), {"data": rates.data}))
+    run_config = dataclasses.replace(run_config, output=str(rates.folder / name), seed=rates.seed)
     return dataclasses.replace(run, name=name, seed=rates.seed, training=run_config)
 
 
@@ -106,5 +107,5 @@ def _with_rate(run_config: RunConfig, rate: float) -> RunConfig:
     """Return a config with its learning rate multiplied."""
     if rate == 1.0:
         return run_config
-    assert isinstance(run_config, LoopConfig)
-    return dataclasses.replace(run_config, optim=dataclasses.replace(run_config.optim, lr=rate * run_config.optim.lr))
+    config = config_as(run_config, LoopConfig)
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))

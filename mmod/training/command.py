@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.config.parse import Check, check_output, named_kind, parse_config
 from mmod.io.yaml import parse_option
@@ -100,7 +100,7 @@ def _has_blocks(model: nn.Module) -> bool:
 
 def parse_run(
     arguments: Sequence[str], configs: Mapping[str, type[RunConfig]], check: Check[RunConfig] | None = None
-) -> Any:
+) -> RunConfig:
     """Return the config of a command line as `RunConfig.parse` does, of the kind that it names.
 
     In place of the config, a run folder stands for its final model, and its `model`, `last` or a checkpoint, or a file

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from mmod.io.files import LockedError, locked
 from mmod.io.yaml import merged
+from mmod.studies.audit.config import AUDITS, Audited, AuditOptions
 from mmod.training import TrainConfig, fit
-from mmod.training.engine.config import RunConfig
+from mmod.training.engine.config import LoopConfig, RunConfig, config_as
 from mmod.training.engine.run_folder import told_start
 from mmod.training.kinds import kind_of
 from mmod.training.pairs.config import TrainConfig as PairsConfig
@@ -92,6 +93,16 @@ def metrics(folder: Path) -> list[dict[str, str]]:
     files = [folder / name for name in ("metrics.csv", "routers.csv")]
     rows = [row for file in files if file.exists() for row in csv.DictReader(file.open())]
     return [{name: value for name, value in row.items() if name not in USAGE} for row in rows]
+
+
+def test_a_config_is_one_of_its_own_kind_alone(tmp_path: Path) -> None:
+    config = text_config(tmp_path / "run")
+    for cls in (type(config), LoopConfig, RunConfig):
+        assert config_as(config, cls) is config
+    for cls in (TrainConfig, Audited):
+        with pytest.raises(TypeError, match=f"must be a {cls.__module__}.{cls.__name__}, got one of kind 'text'"):
+            config_as(config, cls)
+    assert config_as(AUDITS["text"].from_dict(config.as_written()), Audited).audit == AuditOptions()
 
 
 @pytest.mark.parametrize("name", RUNS)

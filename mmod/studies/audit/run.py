@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,11 @@ from mmod.io.records import read_record, record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, check_at_rest, find_run, run_classes, told_sums, weight_sums
-from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
+from mmod.studies.audit.config import AUDITS, Audited, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of
 from mmod.studies.measure import identity_of
 from mmod.training.command import finished_run
-from mmod.training.engine.config import RunConfig
+from mmod.training.engine.config import RunConfig, config_as
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import COUNTED, Kind, cost, device_of, load
 from mmod.training.engine.run_folder import read_files
@@ -46,6 +46,7 @@ from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import sample_images
 from mmod.training.image.preflight import check_same_classes
 from mmod.training.kinds import kind_of
+from mmod.training.text import config as text_config
 from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
@@ -54,12 +55,12 @@ if TYPE_CHECKING:
 _CONFIG = "config.json"
 
 
-def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
+def audit_run(config: RunConfig, *, command: str | None = None, progress: bool = True) -> Audit:
     """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
     config = kind_of(config).config
     folder = Path(config.output) / "audit"
     result = folder / "audit.json"
-    options = config.audit
+    options = config_as(config, Audited).audit
     if result.exists():
         _record(folder, config, options)
         return Audit.from_dict(read_json_object(result)["audit"])
@@ -69,10 +70,10 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
             f"audit.generation is for runs of kind 'text', whose models write bytes, and this is one of kind "
             f"{config.kind!r}: leave it out"
         )
-    if sets.writes and options.generation % config.data.length:
-        raise ValueError(
-            f"audit.generation must be a multiple of data.length={config.data.length}, got {options.generation}"
-        )
+    if sets.writes:
+        length = config_as(config, text_config.TrainConfig).data.length
+        if options.generation % length:
+            raise ValueError(f"audit.generation must be a multiple of data.length={length}, got {options.generation}")
     config.check_weights()
     for path in filter(None, (options.reference, *options.baselines)):
         check_at_rest(path)
@@ -83,8 +84,8 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     model = load(kind)
     if not is_routed(model):
         raise ValueError(
-            f"the model of {config.model.checkpoint or config.model.name!r} is dense, or has no routers to audit: name "
-            "the run of a routed one, and this as --audit.reference; `mmod evaluate` has its score and cost"
+            f"the model of {config.model.checkpoint or type(model).__name__!r} is dense, or has no routers to audit: "
+            "name the run of a routed one, and this as --audit.reference; `mmod evaluate` has its score and cost"
         )
     conditions = options.conditions
     if conditions is None:
@@ -186,9 +187,9 @@ def _counted(kind: Kind, model: nn.Module) -> FlopReport | None:
 
 def _generation(kind: Kind, model: nn.Module, options: AuditOptions) -> Generation | None:
     """Return the decisions of a model while it writes long texts; None if it writes none."""
-    config = kind.config
     if not options.generation:
         return None
+    config = config_as(kind.config, text_config.TrainConfig)
     # Longer texts than the windows of the training.
     length = config.data.length + options.generation
     stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=options.texts))

@@ -20,9 +20,14 @@ from mmod.audits.choices import REFERENCE_ENTROPY
 from mmod.audits.contexts import LabelledBatch
 from mmod.data.loader import scenes_of
 from mmod.data.readers.lengths import open_checked
+from mmod.io.yaml import merged
 from mmod.methods.route import is_routed, routing_configs
+from mmod.studies.audit.config import Audited
+from mmod.training.chat.kind import ChatKind
+from mmod.training.engine.config import config_as
 from mmod.training.engine.kind import Kind, LoopKind, evaluation_data
 from mmod.training.engine.task import Batch
+from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
 from mmod.values import IGNORED, refuse_unknown
 
@@ -52,7 +57,7 @@ def _streamed(kind: LoopKind, model: nn.Module, label: Callable[[Batch], Labelle
 
 
 def _of_images(kind: LoopKind, model: nn.Module) -> Batches:
-    scenes = scenes_of(kind.config.data)
+    scenes = scenes_of(config_as(kind.config, TrainConfig).data)
     # Of the scenes, which images may be cropped from.
     canvas = len(scenes[0].image) if scenes else 0
     batches = _streamed(kind, model)
@@ -79,7 +84,7 @@ def _of_images(kind: LoopKind, model: nn.Module) -> Batches:
     return Batches(make, len(batches))
 
 
-def _of_conversations(kind: Any, model: nn.Module) -> Batches:
+def _of_conversations(kind: ChatKind, model: nn.Module) -> Batches:
     config = kind.config
     data = config.data
     size = config.eval_batch_size
@@ -91,7 +96,7 @@ def _of_conversations(kind: Any, model: nn.Module) -> Batches:
     # By number of images, then by letters: batches of similar length need little padding.
     order = np.lexsort((chats.letters, chats.images))
     order = order[np.asarray(chats.images)[order] > 0]
-    wanted = config.audit.questions
+    wanted = config_as(config, Audited).audit.questions
     if wanted is not None and wanted < len(order):
         chosen = np.random.default_rng(config.seed).choice(len(order), wanted, replace=False)
         # In ascending order again, which is that of lengths.
@@ -150,10 +155,10 @@ def sets_of(kind: str) -> Sets:
 
 def read_set(kind: Kind, model: nn.Module, changes: Mapping[str, object] | None = None) -> Batches:
     """Return the evaluation set of a kind, or another with changed keys of `data`."""
-    data = kind.config.data
+    config = kind.config
     changes = changes or {}
-    refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(data)])
-    config = dataclasses.replace(kind.config, data=dataclasses.replace(data, **changes))
+    refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(config.data)])
+    config = type(config).from_dict(merged(config.as_written(), {"data": changes}))
     return sets_of(config.kind).read(kind_of(config), model)
 
 

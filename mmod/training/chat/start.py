@@ -21,6 +21,8 @@ from mmod.opening.open import TRANSFORMERS, open_model
 from mmod.random_state import kept_random_state
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor
+from mmod.training.engine.config import config_as
+from mmod.training.engine.kind import Kind
 from mmod.training.engine.optim import check_optimizer
 from mmod.values import check_value, refuse_unknown
 
@@ -42,9 +44,9 @@ _PREFIXES = {
 }
 
 
-def create(kind: Any) -> nn.Module:
+def create(kind: Kind) -> nn.Module:
     """Create the model that a run starts from; see `mmod.training.engine.kind.create`."""
-    return create_with_processor(kind.config)[0]
+    return create_with_processor(config_as(kind.config, TrainConfig))[0]
 
 
 def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[Any, object]:

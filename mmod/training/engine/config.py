@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from typing_extensions import Self
 
 from mmod.config import RoutingConfig
+from mmod.data.config import SourceConfig, StreamConfig
 from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
 from mmod.opening.runs import check_at_rest, check_holds_work, find_run, find_weights, read_run_config
@@ -29,6 +30,8 @@ from mmod.values import Checked, check_fields, check_value, refuse_unknown
 
 if TYPE_CHECKING:
     from mmod.methods.base import Method
+
+Config = TypeVar("Config")
 
 _SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
     f"num_{name}" for name in ("hidden_layers", "attention_heads", "key_value_heads")
@@ -146,7 +149,7 @@ class RunConfig:
     output: str
     seed: Annotated[int, "[0, inf)"] = 0
     model: Start
-    data: Any
+    data: StreamConfig | SourceConfig
     routing: Mapping[str, Any] | None = None
     methods: list[dict[str, object]] = field(default_factory=list)
 
@@ -327,6 +330,17 @@ class RunConfig:
         return parse_config(arguments, cls, start, check)
 
 
+def config_as(config: RunConfig, cls: type[Config]) -> Config:
+    """Return a run's config as one of a class: of its kind, or with the keys that a command adds.
+
+    Raises:
+        TypeError: It is of another kind, or has no such keys.
+    """
+    if not isinstance(config, cls):
+        raise TypeError(f"the config must be a {cls.__module__}.{cls.__name__}, got one of kind {config.kind!r}")
+    return config
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(RunConfig):
     """The config of a run of the training loop; further keys are those of `RunConfig`.
@@ -356,6 +370,7 @@ class LoopConfig(RunConfig):
     """
 
     model: StartConfig
+    data: StreamConfig
     distill: TeacherConfig = field(default_factory=TeacherConfig)
     epochs: Annotated[int, "[1, inf)"] = 10
     epoch_steps: Annotated[int | None, "[1, inf)"] = None
@@ -424,7 +439,7 @@ class LoopConfig(RunConfig):
 
     def step_samples(self, world: int) -> int:
         """Return the samples of an optimiser step over so many processes."""
-        return int(self.data.batch_size) * self.accumulate * world
+        return self.data.batch_size * self.accumulate * world
 
     def steps_of_epoch(self, batches: int) -> int:
         """Return the number of optimiser steps in an epoch of so many batches."""
