@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypedDict, TypeVar
 
 import torch
 
@@ -48,6 +48,15 @@ class Job:
         return f"{self.name}, seed {self.seed}"
 
 
+class Machine(TypedDict):
+    """What jobs run on, and the CPU seconds that they took."""
+
+    torch: str
+    threads: int
+    cores: int | None
+    cpu_seconds: float
+
+
 @dataclass
 class Runner:
     """Does jobs one by one in this process, or several at once in processes of one thread."""
@@ -66,10 +75,11 @@ class Runner:
         return sum((self.cpu | {os.getpid(): time.process_time() - self.began}).values())
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Machine:
         """The machine, and the CPU time so far, for a study's record."""
-        machine = {"torch": torch.__version__, "threads": timing_threads(), "cores": os.cpu_count()}
-        return {**machine, "cpu_seconds": self.cpu_seconds}
+        threads = timing_threads()
+        cores = os.cpu_count()
+        return {"torch": torch.__version__, "threads": threads, "cores": cores, "cpu_seconds": self.cpu_seconds}
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from torch import nn
+from typing_extensions import Never
 
 from mmod.analysis.table import Measured, Table, Weigh
 from mmod.analysis.timing import Reading
@@ -29,10 +30,15 @@ if TYPE_CHECKING:
 
 Runs = Mapping[str, Run]
 """The runs of the first seed, of the candidates that are measured so far by name, the dense one first."""
-Facts = Mapping[str, Any]
-"""What is known of the data and the dense model, also for the study's record."""
 Lines = Sequence[Mapping[str, Any]]
 """The columns of each candidate by name."""
+
+
+class Facts(TypedDict, total=False):
+    """What is known of the data, also for the study's record: sentences on images, percent right of a prior."""
+
+    images: list[str]
+    prior: Mapping[str, float]
 
 
 class Told(NamedTuple):
@@ -91,7 +97,7 @@ class Study(NamedTuple):
         return partial(measure_run, before=before, by_sample=self.comparison.seeds == 1)
 
 
-def nothing(*_: object) -> dict[str, Any]:
+def nothing(*_: object) -> dict[str, Never]:
     """Stand for a function of a kind that has nothing to add."""
     return {}
 
@@ -117,7 +123,7 @@ class StudyKind:
     count: Callable[[Study, Run, nn.Module, Measured], dict[str, float]]
     tell: Callable[[Study, Table, Runs, Lines, Facts], Told]
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
-    describe: Callable[[Study], Facts] = nothing
+    describe: Callable[[Study], Facts] = lambda study: {}
     measure: Callable[[Study, Run, Callback, Measurer], Measured] | None = None
     draw: Callable[[Study, Run, nn.Module], Figure | None] | None = None
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings

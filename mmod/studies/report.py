@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.statistics import Estimate, one_of_many, published
@@ -24,6 +24,7 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import Spread, ratios, relative_times, say_kept
 from mmod.io.files import write_atomically, write_json
+from mmod.io.jobs import Machine
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.plain import without_none
 from mmod.planning.candidate import TOLERANCE, Candidate
@@ -144,9 +145,7 @@ class StudyResult:
         print("", *lines, sep="\n")
 
 
-def write_study(
-    study: Study, table: Table, runs: Runs, facts: Facts, command: str, machine: Mapping[str, Any]
-) -> StudyResult:
+def write_study(study: Study, table: Table, runs: Runs, facts: Facts, command: str, machine: Machine) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
     Args:

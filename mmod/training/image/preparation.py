@@ -62,7 +62,7 @@ def with_preparation(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, data=dataclasses.replace(data, **{name: fields[name] for name in PREPARATION}))
 
 
-def _recorded(config: TrainConfig) -> Mapping[str, Any]:
+def _recorded(config: TrainConfig) -> Mapping[str, object]:
     """Return the data of the run in a config's folder, if it started from the same model; empty where there is none."""
     if find_run(config.output) != Path(config.output) or not holds_work(config.output):
         return {}
@@ -87,7 +87,7 @@ def _starting_model(config: TrainConfig) -> Opened:
         return open_start(named, weights=False)
 
 
-def wanted_by(opened: Opened) -> Mapping[str, Any]:
+def wanted_by(opened: Opened) -> Mapping[str, object]:
     """Return arguments of timm's `create_transform` that prepare images as a model wants; empty if it says nothing."""
     # A folder of transformers may have no processor.
     with suppress(ValueError):
