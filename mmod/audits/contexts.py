@@ -102,7 +102,7 @@ class _Learned:
         reference: What the dense model says of the batch; None without one.
     """
 
-    batch: Any
+    batch: object
     images: range
     outcome: Outcomes
     routings: dict[str, Routing]
