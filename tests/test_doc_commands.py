@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import re
 import shlex
@@ -21,16 +20,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mmod import cli
-from mmod.planning import budgets
 from mmod.studies import isoflop
 from mmod.studies.candidates import comparison_of
-from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
 from mmod.training.engine.start import sketch
 from mmod.training.kinds import config_class, kind_of
 from mmod.training.text import kind as text_kind
 from tests.kit import pages
 from tests.kit.conversations import write_own
-from tests.kit.fitted import open_alone
+from tests.kit.fitted import fit_by_budget, make_models, open_alone
 from tests.kit.folders import save_image_model
 from tests.kit.prompts import make_prompts
 from tests.kit.sets import SETS
@@ -268,39 +266,24 @@ class _MadeError(Exception):
 
 @pytest.mark.slow
 def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: dict[str, nn.Module] = {}
+    is_plain = False
 
     def make(study: Any, **_: Any) -> Any:
-        comparison = comparison_of(study)
-        assert len(comparison.candidates) > 2
-        # Budgets of a series change its numbers alone, and studies share many models.
-        few = {candidate.series or candidate.name: candidate for candidate in comparison.candidates}
-        dataclasses.replace(comparison, candidates=[*few.values()]).checked_runs()
+        # Those of configs as they are, `test_study_configs_plan_their_runs` in tests/studies/test_image.py makes.
+        if not is_plain or type(study) not in (ImageStudyConfig, PairsStudyConfig):
+            comparison = comparison_of(study)
+            assert len(comparison.candidates) > 2
+            make_models(comparison, monkeypatch)
         raise _MadeError
-
-    def sketch_once(kind: Any) -> nn.Module:
-        config = kind.config
-        # Weights are not read.
-        named = {**vars(config.model), "checkpoint": None}
-        asked = repr((config.kind, named, config.image_shape, config.routing, config.methods))
-        if asked not in known:
-            known[asked] = sketch(kind)
-        return known[asked]
-
-    def first_guess(studied: Any, _: Any, *sizes: Any, strict: bool) -> Any:
-        # What candidates cost, `test_study_configs_plan_their_runs` in tests/studies/test_image.py counts.
-        return budgets.at_budgets(studied, lambda candidate: candidate.budget or 1.0, *sizes, strict=strict)
 
     # Runs and weights that pages name are not here.
     monkeypatch.setattr("mmod.studies.config.StudyConfig.check_dense", lambda _: None)
-    for config in (RunConfig, LoopConfig):
-        monkeypatch.setattr(config, "check_weights", lambda _: None)
-    monkeypatch.setattr("mmod.studies.runs.sketch", sketch_once)
-    monkeypatch.setattr("mmod.studies.candidates.at_budgets", first_guess)
+    fit_by_budget(monkeypatch)
     monkeypatch.setattr("mmod.studies.study.run_study", make)
     # What says on what, how often and in how many processes models are compared makes no other model.
     same = r" --(seeds|processes|images|limit|checkpoint|latency_\w+) \S+"
     studies = {re.sub(same, "", command): command for command in COMPLETE if command.startswith("tradeoff")}
-    for command in studies.values():
+    for made, command in studies.items():
+        is_plain = len(made.split()) == 2
         with pytest.raises(_MadeError):
             run(f"{command} --seeds 1")

@@ -15,13 +15,16 @@ from mmod.adapters import image_output
 from mmod.planning import budgets, search, trials, untrained
 from mmod.planning.candidate import Candidate
 from mmod.planning.plan_search import BlockCosts
-from mmod.studies import candidates
-from mmod.training.engine.config import RunConfig
+from mmod.studies import candidates, runs
+from mmod.studies.runs import Comparison
+from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.training.engine.start import sketch
 
 _BUDGET = 0.7
 _KNOWN: dict[str, tuple[list[Any], dict[str, str]]] = {}
 _COSTS: dict[str, BlockCosts] = {}
 _FLOPS: dict[str, int | None] = {}
+_SKETCHES: dict[str, nn.Module] = {}
 
 
 def fit_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +56,39 @@ def fit_once(monkeypatch: pytest.MonkeyPatch, whole: tuple[str, ...] = ("smaller
         return list(fitting), dict(refused)
 
     monkeypatch.setattr(trials, "image_candidates", fitted)
+
+
+def fit_by_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let studies take each candidate to cost what its budget says, for tests of what is planned."""
+
+    def fitted(
+        studied: list[Candidate], _: budgets.Flops, *sizes: Any, strict: bool
+    ) -> tuple[list[Candidate], dict[str, str]]:
+        return budgets.at_budgets(studied, lambda candidate: candidate.budget or 1.0, *sizes, strict=strict)
+
+    monkeypatch.setattr(candidates, "at_budgets", fitted)
+
+
+def make_models(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one model of each series, on the meta device and once for equal ones: budgets change its numbers alone.
+
+    Runs and weights that the models start from need not be there.
+    """
+
+    def sketch_once(kind: Any) -> nn.Module:
+        config = kind.config
+        named = {**vars(config.model), "checkpoint": None}
+        asked = repr((config.kind, named, config.image_shape, config.routing, config.methods))
+        if asked not in _SKETCHES:
+            _SKETCHES[asked] = sketch(kind)
+        return _SKETCHES[asked]
+
+    few = {candidate.series or candidate.name: candidate for candidate in comparison.candidates}
+    with monkeypatch.context() as patched:
+        for config in (RunConfig, LoopConfig):
+            patched.setattr(config, "check_weights", lambda _: None)
+        patched.setattr(runs, "sketch", sketch_once)
+        dataclasses.replace(comparison, candidates=[*few.values()]).checked_runs()
 
 
 def count_candidates_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from mmod.training.engine.run_folder import epochs_and_seconds
 from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
-from tests.kit.fitted import count_candidates_once, fit_once, fit_roughly
+from tests.kit.fitted import count_candidates_once, fit_by_budget, fit_once, make_models
 from tests.kit.folders import save_image_model
 from tests.kit.image_study import DENSE
 from tests.kit.processes import FORKING, run_processes
@@ -928,7 +928,7 @@ def kind_of_study(path: Path) -> str:
     "path", [path for path in STUDIES if kind_of_study(path) in PLANNED], ids=lambda path: path.stem
 )
 def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit_roughly(monkeypatch)
+    fit_by_budget(monkeypatch)
     fields = read_yaml(path)
     config = PLANNED[fields.get("kind", "image")](**fields)
     comparison = comparison_of(config)
@@ -947,6 +947,7 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     for job in planned:
         # Every run reaches its learning rate; the runner would refuse it only after hours of other runs.
         job.training.check_schedule()
+    make_models(comparison, monkeypatch)
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
 
 
@@ -1133,7 +1134,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
 def test_models_are_not_trained_on_the_images_of_the_evaluation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fit_roughly(monkeypatch)
+    fit_by_budget(monkeypatch)
     words = ["my-model", "--tune", "true"]
     with pytest.raises(ValueError, match=r"on the images of the evaluation: .* both 'val'"):
         comparison_of(read_config([*words, "--dense.data.train_split", "val"], ImageStudyConfig)).runs()
@@ -1154,7 +1155,7 @@ def test_the_runs_of_a_study_are_counted_by_what_is_said_of_its_models() -> None
 
 
 def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fit_roughly(monkeypatch)
+    fit_by_budget(monkeypatch)
     monkeypatch.chdir(tmp_path)
     runs = comparison_of(read_config(["my-model", "--tune", "true"], ImageStudyConfig)).runs()
     rates = Rates([1.0, 2.0], "top1", lambda *_: Measured({}), Path("rates"))
