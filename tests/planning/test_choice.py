@@ -106,20 +106,21 @@ def test_where_nothing_is_within_the_tolerance_it_says_from_how_many_samples_on_
         assert silent.too_few == ""
 
 
-@pytest.mark.parametrize("tolerance", TOLERANCES)
 @pytest.mark.parametrize("samples", [64, 256, 1024])
-def test_what_is_told_to_be_used_keeps_the_tolerance(samples: int, tolerance: float) -> None:
+def test_what_is_told_to_be_used_keeps_the_tolerance(samples: int) -> None:
     rng = np.random.default_rng(0)
-    choices = [drawn(rng, samples, tolerance) for _ in range(300)]
-    for choice in choices:
-        assert choice.sentence.startswith("Use ") == (choice.best is not None)
-    kept = [true_loss(choice.best) <= tolerance for choice in choices if choice.best is not None]
-    assert not kept or np.mean(kept) >= 0.95
-    # Where nothing is open, few faster models that keep the tolerance are missed.
-    decided = [choice for choice in choices if choice.best is not None and not choice.undecided]
-    fastest = max(speed for speed, lost in TRUE_LOSS.items() if lost <= tolerance)
-    found = [NOISE * choice.best.speedup.median >= fastest for choice in decided if choice.best is not None]
-    assert len(found) < 20 or np.mean(found) >= 0.9
+    draws = [drawn(rng, samples, 0.0) for _ in range(300)]
+    for tolerance in TOLERANCES:
+        choices = [dataclasses.replace(choice, tolerance=tolerance) for choice in draws]
+        for choice in choices:
+            assert choice.sentence.startswith("Use ") == (choice.best is not None)
+        kept = [true_loss(choice.best) <= tolerance for choice in choices if choice.best is not None]
+        assert not kept or np.mean(kept) >= 0.95
+        # Where nothing is open, few faster models that keep the tolerance are missed.
+        decided = [choice for choice in choices if choice.best is not None and not choice.undecided]
+        fastest = max(speed for speed, lost in TRUE_LOSS.items() if lost <= tolerance)
+        found = [NOISE * choice.best.speedup.median >= fastest for choice in decided if choice.best is not None]
+        assert len(found) < 20 or np.mean(found) >= 0.9
 
 
 @pytest.mark.parametrize("samples", [64, 256, 1024])
