@@ -355,9 +355,15 @@ def test_what_a_reader_of_the_reference_is_sent_to_is_described(path: Path) -> N
     assert not set(sent) - known, "say it in the docstring, or give the name an entry on a page"
 
 
-def test_classes_in_the_signatures_of_the_reference_are_described() -> None:
+@functools.cache
+def code_of_package() -> list[ast.AST]:
+    """Return every node of the syntax of the package."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "mmod").rglob("*.py")]
-    classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return [node for tree in trees for node in ast.walk(tree)]
+
+
+def test_classes_in_the_signatures_of_the_reference_are_described() -> None:
+    classes = {node.name for node in code_of_package() if isinstance(node, ast.ClassDef)}
     entries = {re.split("[.:]", name)[-1] for name in reference.entries()}
     for path in sorted((ROOT / "docs/api").glob("*.md")):
         text = path.read_text()
@@ -438,16 +444,13 @@ def test_help_names_the_options_of_routing_as_a_config_takes_them(
 def messages() -> list[str]:
     """Return all texts in the code of the package, with "…" for what a formatted one fills in."""
     texts = []
-    for path in (ROOT / "mmod").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                texts.append(
-                    "".join(
-                        getattr(part, "value", "…") if isinstance(part, ast.Constant) else "…" for part in node.values
-                    )
-                )
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
+    for node in code_of_package():
+        if isinstance(node, ast.JoinedStr):
+            texts.append(
+                "".join(getattr(part, "value", "…") if isinstance(part, ast.Constant) else "…" for part in node.values)
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
     return texts
 
 

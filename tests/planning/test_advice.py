@@ -901,7 +901,9 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
         # No two patches of these pictures are equal.
         count = mmod.flops(model, mmod.Prompt(10, 13), kept=1.0 if by_data(model) else None)
         assert row.cache == pytest.approx(count.cache_share * advice.cache, rel=0.15)
-    assert mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False) == advice
+    # Searches go on in test_search.py.
+    if not labels:
+        assert mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False) == advice
 
 
 @pytest.mark.parametrize(

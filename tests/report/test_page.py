@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -9,12 +10,13 @@ import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from mmod import cli
-from mmod.report.charts import draw_health, health_chart, thinned
+from mmod.report.charts import draw_health, health_chart, rows_over_runs, thinned
 from mmod.report.command import main
 from mmod.report.page import write_report
 from mmod.report.sources import RunRecord, read_sources
@@ -155,10 +157,7 @@ def test_a_page_opens_what_is_recommended_and_folds_the_rest(tmp_path: Path) -> 
     assert "early exit</th><td></td>" in text
 
 
-def test_a_report_is_renewed_and_another_one_refused(report: Path, folders: list[Path], tmp_path: Path) -> None:
-    before = report.read_text()
-    assert write_report(folders, report.parent) == report
-    assert report.read_text() == before
+def test_another_report_and_other_files_are_not_replaced(report: Path, folders: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a report with another config"):
         write_report(folders[:1], report.parent)
     (tmp_path / "notes.txt").write_text("mine")
@@ -166,10 +165,12 @@ def test_a_report_is_renewed_and_another_one_refused(report: Path, folders: list
         write_report(folders, tmp_path)
 
 
-def test_a_report_among_what_it_is_made_from_is_no_part_of_it(tmp_path: Path) -> None:
+def test_a_report_is_renewed_and_among_what_it_is_made_from_no_part_of_it(tmp_path: Path) -> None:
     write_run(write_study(tmp_path / "study") / "run")
-    before = write_report([tmp_path / "study"]).read_text()
-    assert write_report([tmp_path / "study"]).read_text() == before
+    report = write_report([tmp_path / "study"])
+    before = report.read_text()
+    assert write_report([tmp_path / "study"]) == report
+    assert report.read_text() == before
 
 
 def test_sources_are_read_as_they_were_written(folders: list[Path]) -> None:
@@ -181,6 +182,35 @@ def test_sources_are_read_as_they_were_written(folders: list[Path]) -> None:
     assert studies[0].tables == [[["model", "top-1 %"], ["dense", "90.0"], ["early exit", ""]]]
     assert [record.name for record in audits] == ["audits/norm", "audits/seed0/random"]
     assert [run.name for run in runs] == ["audits/seed0/random", "audits/seed1/random"]
+
+
+def test_audits_of_one_name_are_averaged_and_others_left_out(folders: list[Path]) -> None:
+    record = read_sources(folders[1:]).audits[0]
+    single = record.audit.leave_one_out
+    assert single is not None
+    runs, norms = [], []
+    for number in range(4):
+        norms.append({name: dataclasses.replace(norm, value=number / 10) for name, norm in single.norm.items()})
+        conditions = list(record.audit.conditions)
+        conditions[1] = dataclasses.replace(
+            conditions[1], accuracy=dataclasses.replace(conditions[1].accuracy, value=10.0 * number)
+        )
+        norm = dataclasses.replace(single, norm=norms[-1])
+        audit = dataclasses.replace(record.audit, conditions=conditions, leave_one_out=norm, strata=[])
+        runs.append(dataclasses.replace(record, name=f"seed{number}/a", audit=audit))
+    # Of this one, nothing is known that all others have but the choices of tokens and the other models.
+    runs[-1] = dataclasses.replace(runs[-1], audit=dataclasses.replace(runs[-1].audit, leave_one_out=None))
+    assert rows_over_runs([*runs[:1], dataclasses.replace(record, name="b")]) == []
+    rows = {figure: (name, count, text) for name, figure, count, text in rows_over_runs(runs)}
+    assert not any("rank correlation" in figure or "random," in figure for figure in rows)
+    learned = record.audit.conditions[0].accuracy.value
+    name, count, text = rows["points above random"]
+    assert (name, count) == ("a", "4")
+    assert text.startswith(f"{learned - mean(10.0 * number for number in range(4)):+.1f} [")
+    rows = {figure: (name, count, text) for name, figure, count, text in rows_over_runs(runs[:3])}
+    # Of 0, 0.1 and 0.2: 4.303, Student's quantile, times 0.1 over the square root of 3.
+    assert rows["rank correlation of token norm and worth in blocks.0"][2] == "+0.10 [-0.15, +0.35]"
+    assert any(figure.startswith("points above dense, all images") for figure in rows)
 
 
 def test_an_isoflop_study_has_its_page(tmp_path: Path) -> None:
