@@ -44,7 +44,7 @@ def test_every_preset_passes_and_caches_what_it_keeps(name: str) -> None:
 
 
 def test_a_report_names_every_cell(tmp_path: Path) -> None:
-    sizes = {**TINY, "batch_sizes": [1, 2]}
+    sizes = {**TINY, "batch_sizes": [1, 2], "layers": 4}
     config = GenerationConfig(presets=["p-mod", "a-mod"], **sizes, train=True, out=str(tmp_path))
     report = benchmark(config, progress=False)
     rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]

@@ -24,11 +24,11 @@ ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "l
 def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(vlm_config(tmp_path, "run", routing=ROUTED, trainer={"max_steps": 1}), progress=False)
     capsys.readouterr()
-    commands.audit([str(tmp_path / "run"), *QUICK, "--audit.questions", "24", "--audit.leave_one_out", "1"])
+    commands.audit([str(tmp_path / "run"), *QUICK, "--audit.questions", "12", "--audit.leave_one_out", "1"])
     record = json.loads((tmp_path / "run/audit/audit.json").read_text())
     audit = Audit.from_dict(record["audit"])
     assert capsys.readouterr().out.startswith(str(audit))
-    assert audit.images == 24
+    assert audit.images == 12
     assert [row.name for row in audit.conditions] == [
         "as learned",
         *(name for name in default_choices(False) if name != "shuffled"),
