@@ -25,6 +25,7 @@ _KNOWN: dict[str, tuple[list[Any], dict[str, str]]] = {}
 _COSTS: dict[str, BlockCosts] = {}
 _FLOPS: dict[str, int | None] = {}
 _SKETCHES: dict[str, nn.Module] = {}
+_COUNT = candidates._flops_of
 
 
 def fit_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,31 +59,46 @@ def fit_once(monkeypatch: pytest.MonkeyPatch, whole: tuple[str, ...] = ("smaller
     monkeypatch.setattr(trials, "image_candidates", fitted)
 
 
+def sketch_once(kind: Any) -> nn.Module:
+    """Make the model of a run on the meta device, once for equal ones: its weights are not read."""
+    config = kind.config
+    named = {**vars(config.model), "checkpoint": None}
+    asked = repr((config.kind, named, config.image_shape, config.routing, config.methods))
+    if asked not in _SKETCHES:
+        _SKETCHES[asked] = sketch(kind)
+    return _SKETCHES[asked]
+
+
 def fit_by_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let studies take each candidate to cost what its budget says, for tests of what is planned."""
+    """Let studies take each candidate to cost what its budget says: no pass is counted, and one model of a series made.
+
+    What depends on the data has no cost, as ever.
+    """
 
     def fitted(
-        studied: list[Candidate], _: budgets.Flops, *sizes: Any, strict: bool
+        studied: list[Candidate], flops_of: budgets.Flops, *sizes: Any, strict: bool
     ) -> tuple[list[Candidate], dict[str, str]]:
-        return budgets.at_budgets(studied, lambda candidate: candidate.budget or 1.0, *sizes, strict=strict)
+        known: dict[str, float | None] = {}
+
+        def cost_of(candidate: Candidate) -> float | None:
+            if candidate.series not in known:
+                known[candidate.series] = flops_of(candidate)
+            return None if known[candidate.series] is None else candidate.budget or 1.0
+
+        return budgets.at_budgets(studied, cost_of, *sizes, strict=strict)
 
     monkeypatch.setattr(candidates, "at_budgets", fitted)
+    monkeypatch.setattr(candidates, "sketch", sketch_once)
+    monkeypatch.setattr(candidates, "pass_flops", lambda *_: 1)
+    # No such count is kept for other tests.
+    monkeypatch.setattr(candidates, "_flops_of", _COUNT)
 
 
 def make_models(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make one model of each series, on the meta device and once for equal ones: budgets change its numbers alone.
+    """Make one model of each series, once for equal ones: budgets change its numbers alone.
 
     Runs and weights that the models start from need not be there.
     """
-
-    def sketch_once(kind: Any) -> nn.Module:
-        config = kind.config
-        named = {**vars(config.model), "checkpoint": None}
-        asked = repr((config.kind, named, config.image_shape, config.routing, config.methods))
-        if asked not in _SKETCHES:
-            _SKETCHES[asked] = sketch(kind)
-        return _SKETCHES[asked]
-
     few = {candidate.series or candidate.name: candidate for candidate in comparison.candidates}
     with monkeypatch.context() as patched:
         for config in (RunConfig, LoopConfig):
