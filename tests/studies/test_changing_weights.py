@@ -38,6 +38,15 @@ def run_config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return dense
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return the folders of two runs of other weights, of which tests change copies."""
+    runs = [config(tmp_path_factory.mktemp("trained"), seed=seed) for seed in (0, 1)]
+    for run in runs:
+        fit(run, progress=False)
+    return [Path(run.output) for run in runs]
+
+
 @pytest.mark.parametrize(
     "words",
     ["advise {} --images {images}", "tradeoff my-model --dense {}", "evaluate {}", "audit {}", "plan {}"],
@@ -67,13 +76,10 @@ def test_a_copy_of_a_run_that_trains_is_evaluated(
 
 @pytest.mark.parametrize("tune", [False, True])
 def test_a_study_ends_where_its_weights_are_other_ones_than_at_its_start_and_goes_on_with_the_first(
-    tune: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tune: bool, trained: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in (0, 1):
-        dense = config(tmp_path / f"{seed}", seed=seed)
-        fit(dense, progress=False)
-    first, other = (tmp_path / f"{seed}/run/model" for seed in (0, 1))
-    kept = shutil.copytree(first, tmp_path / "kept")
+    first = shutil.copytree(trained[0], tmp_path / "0/run") / "model"
+    kept, other = (run / "model" for run in trained)
     study = ImageStudyConfig(
         output=str(tmp_path / "study"),
         dense=str(tmp_path / "0/run"),
@@ -104,12 +110,11 @@ def test_a_study_ends_where_its_weights_are_other_ones_than_at_its_start_and_goe
 
 
 def test_a_study_goes_on_with_other_runs_where_another_program_does_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit(config(tmp_path), progress=False)
     study = ImageStudyConfig(
         output=str(tmp_path / "study"),
-        dense=str(tmp_path / "run"),
+        dense=str(trained[0]),
         routers={name: {"router": name, "blocks": [1]} for name in ("norm", "stride")},
         finetune={"epochs": 1, "epoch_steps": 1},
         controls={"norm": False},
