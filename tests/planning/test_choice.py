@@ -109,7 +109,7 @@ def test_where_nothing_is_within_the_tolerance_it_says_from_how_many_samples_on_
 @pytest.mark.parametrize("samples", [64, 256, 1024])
 def test_what_is_told_to_be_used_keeps_the_tolerance(samples: int) -> None:
     rng = np.random.default_rng(0)
-    draws = [drawn(rng, samples, 0.0) for _ in range(300)]
+    draws = [drawn(rng, samples, 0.0) for _ in range(150)]
     for tolerance in TOLERANCES:
         choices = [dataclasses.replace(choice, tolerance=tolerance) for choice in draws]
         for choice in choices:
