@@ -197,7 +197,7 @@ def test_complete_configs_of_pages_are_read() -> None:
 
 
 def test_every_picture_is_shown_on_a_page() -> None:
-    shown = {path for text in (*PAGES.values(), *FOLDERS.values()) for path in re.findall(r"images/([\w.]+)\)", text)}
+    shown = {path for text in (*PAGES.values(), *FOLDERS.values()) for path in re.findall(r"images/([\w.-]+)\)", text)}
     assert {path.name for path in (ROOT / "docs/images").iterdir()} == shown
 
 
