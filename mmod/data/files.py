@@ -128,8 +128,11 @@ def text_files(source: str) -> list[Path]:
     """Return the files of a pattern, or of the standard library for "python"; a ValueError without any."""
     if source == "python":
         root = Path(sysconfig.get_path("stdlib"))
-        modules = (path for path in root.rglob("*.py") if not _NOT_READ & set(path.relative_to(root).parts))
-        return sorted([*modules, *root.glob("LICENSE*")])
+        paths = list(root.glob("LICENSE*"))
+        for folder, folders, names in os.walk(root):
+            folders[:] = set(folders) - _NOT_READ
+            paths += [Path(folder, name) for name in names if name.endswith(".py")]
+        return sorted(paths)
     paths = [path for path in map(Path, sorted(glob.glob(source, recursive=True))) if path.is_file()]
     if not paths:
         raise ValueError(f"data.source={source!r} matches no file{near_paths(source)}")
