@@ -11,6 +11,7 @@
 - Garbage collection is off, and what was imported, or left by the tests before, is frozen.
 - Outside of tests of figures, one figure of each kind is drawn, without its layout.
 - Checks of 200 conversations are kept, CLIP's tokeniser is made once, and blocks of equal models are tried once.
+- Texts of configs and shards of synthetic conversations are taken apart once.
 - A fork server starts before the first test, and synthetic sets share one folder.
 - Workers end at once when their tests are done.
 - Files with slow tests come first. The process that hands out tests changes nothing.
@@ -184,10 +185,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # The lengths of a set are checked once, and not by every run; processes inherit this.
         sys.modules["mmod.data.readers.lengths"]._WORTH_KEEPING = 200  # type: ignore[attr-defined]
     if session.items and not session.config.option.collectonly:
+        from tests.kit.once import read_once
         from tests.kit.processes import start_server
         from tests.kit.proofs import prove_once
 
         prove_once()
+        read_once()
         start_server()
 
 
