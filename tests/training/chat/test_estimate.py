@@ -181,12 +181,18 @@ def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> No
     assert not (ROOT / config.output).exists()
 
 
-def test_a_dry_run_says_what_the_vision_tower_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def cost(folder: Path) -> ChatEstimate:
+    return estimate(vlm_config(folder, "planned", routing=P_MOD))
+
+
+def test_a_dry_run_says_what_the_vision_tower_costs(
+    folder: Path, cost: ChatEstimate, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = vlm_config(folder, "printed", routing=P_MOD)
     (folder / "printed.yaml").write_text(yaml.safe_dump(config.to_dict()))
     main([str(folder / "printed.yaml"), "--dry-run=0.001"], "chat")
     printed = capsys.readouterr().out
-    cost = estimate(config)
     assert f"of a sample: conversation {cost.flops['conversation'] / 1e9:.4g}; about" in printed
     assert f"\nforward GFLOPs of the vision tower: {cost.vision / 1e9:.4g}; of the dense model: " in printed
     assert f"\n{cost.hours(0.001):.4g} hours at 0.001 TFLOP/s in each process\n" in printed
@@ -208,26 +214,26 @@ def test_a_conversation_costs_what_torch_counts_of_the_whole_model(folder: Path,
     assert cost.flops == {"conversation": counter.get_total_flops()}
     assert (cost.dense == cost.flops["conversation"]) == (routing is None)
     assert cost.step_flops == 3 * cost.batch * cost.flops["conversation"]
-    assert estimate(replace(config, data=replace(data, packed=True))) == cost
-    fixed = estimate(replace(config, routing=None, frozen=["image"]))
-    assert fixed.step_flops == fixed.batch * (3 * fixed.dense - 2 * fixed.vision)
+    if routing is None:
+        assert estimate(replace(config, data=replace(data, packed=True))) == cost
+        fixed = estimate(replace(config, frozen=["image"]))
+        assert fixed.step_flops == fixed.batch * (3 * fixed.dense - 2 * fixed.vision)
 
 
-def test_estimate_agrees_with_the_model(folder: Path) -> None:
+def test_estimate_agrees_with_the_model(folder: Path, cost: ChatEstimate) -> None:
     config = vlm_config(folder, "planned", routing=P_MOD)
-    cost = estimate(config)
     model, _ = create_with_processor(config)
     assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert cost.router_parameters == 3 * 33
     assert cost.kept == mmod.capacities(model)
     assert (cost.samples, cost.steps, cost.batch, cost.depth) == (256, 4, 4, 4)
     assert cost.language.routed < cost.language.dense
-    assert cost.activation_bytes < estimate(vlm_config(folder)).activation_bytes
     assert estimate(replace(config, trainer={"per_device_train_batch_size": 8, "num_train_epochs": 2})).steps == 64
     assert "3 of 4 layers are routed" in str(cost)
-    dense = str(estimate(replace(config, routing=None)))
-    assert f"256 conversations of {cost.tokens} tokens on average, {cost.image_tokens} of images and " in dense
-    assert "routed" not in dense
+    dense = estimate(replace(config, routing=None))
+    assert cost.activation_bytes < dense.activation_bytes
+    assert f"256 conversations of {cost.tokens} tokens on average, {cost.image_tokens} of images and " in str(dense)
+    assert "routed" not in str(dense)
     free, masked = (
         estimate(vlm_config(folder, routing=MASKED, data=replace(config.data, protected=protected)))
         for protected in (None, "question")
