@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mmod.analysis.timing import without_garbage_collection
+
 
 class ActivationMemory(TorchDispatchMode):
     """Context manager that tracks storage allocated inside it, on any device including meta.
@@ -79,7 +81,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     # The profiler reads this once; its messages would break into progress bars.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # Not `torch.profiler`, which makes a tree of all events.
-    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+    with without_garbage_collection(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         function()
     assert profiler.kineto_results is not None
     # Events of memory alone: its size, negative where it was freed.

@@ -179,7 +179,7 @@ def interleave(
     times: dict[Name, list[float]] = {name: [] for name in functions}
     calls = (warmup + rounds) * len(functions)
     done = itertools.count(1)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         for _ in range(warmup):
             for function in functions.values():
                 timer(function, prepare)
@@ -319,7 +319,8 @@ def _time_on_gpu(function: Callable[[], object], prepare: Callable[[], object] |
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
+    """Context in which Python looks for no garbage, which takes time and frees memory of others."""
     enabled = gc.isenabled()
     gc.disable()
     try:

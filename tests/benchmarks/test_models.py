@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,13 @@ def test_calibration_sets_a_static_maximum_that_loses_nothing() -> None:
 def test_memory_is_watched_inside_ops_and_held_by_blocks() -> None:
     x = torch.zeros(1 << 10)
     assert peak_bytes(lambda: ((x + 1) * 2).sum(), torch.device("cpu")) == pytest.approx(8192, abs=64)
+    collects: list[bool] = []
+    gc.enable()
+    # What Python frees of others would be taken for freed by the function.
+    peak_bytes(lambda: collects.append(gc.isenabled()), torch.device("cpu"))
+    collects.append(gc.isenabled())
+    gc.disable()
+    assert collects == [False, True]
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2)
     tokens = 2 * 17 * 192 * 4
     held = held_by_blocks(model, torch.randn(2, 3, 64, 64))
