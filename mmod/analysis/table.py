@@ -26,7 +26,7 @@ from mmod.analysis.statistics import (
     estimate_of,
     share_of,
 )
-from mmod.analysis.timing import timing_caution
+from mmod.analysis.timing import SCATTER, ratios, timing_caution
 from mmod.io.jobs import AnyJob, Callback, Job, Runner
 from mmod.io.store import Store
 
@@ -106,6 +106,10 @@ class Table:
         for of, by_name in times.items():
             for name, ms in by_name.items():
                 self.times[of][name] = [*self.times[of][name], *ms]
+
+    def scatters(self, name: str) -> bool:
+        """Return whether the speed-ups of a candidate scatter from round to round, in any pass."""
+        return any(ratios(ms[DENSE], ms[name]).scatter > SCATTER for ms in self.times.values())
 
     @property
     def caution(self) -> str:

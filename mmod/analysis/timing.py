@@ -31,7 +31,7 @@ Timed = TypeVar("Timed")
 # Seconds for each second of computing, above which other processes took the core too often.
 _WAITING = 1.25
 # Distance of the quartiles of a speed-up, as a share of it, above which rounds do not repeat each other.
-_SCATTER = 0.1
+SCATTER = 0.1
 # A round that is shorter says nothing of how busy the machine is.
 _SHORTEST = 0.05
 
@@ -87,6 +87,11 @@ class Spread:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
+
+    @property
+    def scatter(self) -> float:
+        """The distance of the quartiles, as a share of the median."""
+        return (self.high - self.low) / self.median
 
     @property
     def shown(self) -> Spread:
@@ -148,8 +153,8 @@ def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
         reasons.append(f"the machine was busy, and passes took {waiting:.1f} times their CPU time")
     scatter = 0.0
     if spreads:
-        scatter = statistics.median((spread.high - spread.low) / spread.median for spread in spreads)
-    if scatter > _SCATTER:
+        scatter = statistics.median(spread.scatter for spread in spreads)
+    if scatter > SCATTER:
         reasons.append(f"rounds scatter, with quartiles {100 * scatter:.0f} % apart on average")
     if not reasons:
         return ""

@@ -256,14 +256,13 @@ class Recommendation:
             condition = ""
             if self.is_unsteady:
                 condition = ", if an idle machine confirms its speed"
+            faster = ""
             if named.speedup.shown.median < _HARDLY:
                 condition += ", though it is hardly faster"
-            return f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}."
+                faster = self._likely_faster
+            return f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}.{faster}"
         if self.speed is None:
-            return (
-                f"Keep the dense model for {self.where} for now. {named.label} is probably within {self.limit}: "
-                f"{figures}. {self._deciding(named, of='')}{self._hardly_faster}"
-            )
+            return f"Keep the dense model for {self.where} for now.{self._probably(named)}{self._hardly_faster}"
         as_fast = f"{self.speed:g} times as fast ({_least_speed(self.speed)}) for {self.where}"
         if not _reaches(self.speed)(named):
             nothing = self._nothing(_reaches(self.speed))
@@ -444,8 +443,25 @@ class Recommendation:
     @property
     def _likely(self) -> AdviceRow | None:
         """The best model, or the same of the undecided ones that are probably within the tolerance."""
-        likely = [model for model in self.undecided if chance_within(model.loss, self.tolerance) >= _PROBABLE]
-        return self.best or _best_of_fastest(likely)
+        return self.best or self._probable
+
+    @property
+    def _probable(self) -> AdviceRow | None:
+        """The best of the undecided models that are probably within the tolerance."""
+        return _best_of_fastest(
+            [model for model in self.undecided if chance_within(model.loss, self.tolerance) >= _PROBABLE]
+        )
+
+    def _probably(self, model: AdviceRow) -> str:
+        figures = f"{model.speedup:[.2f} times as fast, {self._change(model)}"
+        return f" {model.label} is probably within {self.limit}: {figures}. {self._deciding(model, of='')}"
+
+    @property
+    def _likely_faster(self) -> str:
+        """Say what is probably as good as a model that is hardly faster than the dense one; empty for nothing."""
+        if self.speed is not None or self._probable is None:
+            return ""
+        return self._probably(self._probable)
 
     @property
     def _awaited(self) -> list[AdviceRow]:

@@ -19,8 +19,6 @@ BATCH = "batch"
 """Name of the timed pass that decides."""
 SHARES = 3
 """Decimals of a share that is shown in percent, with one."""
-# So much faster may be what a single round finds too slow, on a busy machine.
-_ROUGH = 1.3
 COSINES = 4
 """Decimals of a cosine: those of models that hardly differ from the dense one begin with 0.999."""
 
@@ -88,15 +86,15 @@ def for_speed(
 ) -> Iterator[list[Look]]:
     """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
 
-    All are timed in one round, and in all rounds those that may be what their series needs: its first that reaches the
-    speed, as smaller ones lose more; if none does, the fastest. Where times are uncertain, what may reach the speed or
-    miss it is timed further. Those that are needed are evaluated on few samples, and on all what may be the answer.
+    All are timed, and timed further where rounds leave open whether they reach the speed. Of each series, the first
+    that reaches it is needed, as smaller ones lose more; if none does, the fastest. These are evaluated on few samples,
+    and on all those that may be the answer.
 
     Args:
         table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
         series: Names of candidates by series, the largest first.
-        own: The user's models, of a series or controls, which are timed in all rounds and evaluated on few samples.
-        varying: Candidates whose cost depends on the samples, which are timed in all rounds, as each reads others.
+        own: The user's models, of a series or controls, which are evaluated on few samples in any case.
+        varying: Candidates whose cost depends on the samples, of which few rounds read few.
         figure: The outcome that decides who is better.
         first: Number of samples of the first look.
         times: Returns the times of candidates in rounds, by their numbers, and `Table.waiting`.
@@ -105,26 +103,17 @@ def for_speed(
         order: From an evaluated candidate to what is least for the answer, see `AdviceRow.order`.
     """
     names = list(dict.fromkeys(chain(*series, own)))
-    table.times, table.waiting = times(names, range(1))
+    table.times, table.waiting = times(names, range(rounds))
     if not names:
         return
-    rough = table.times
-    exact = names if rounds == 1 else []
-    chosen = _needed(table, series, speed, exact)
-    # More rounds may show that others are needed, of which one round alone says too little.
-    while not {*chosen, *own, *varying} <= {*exact}:
-        exact = list(dict.fromkeys([*exact, *chosen, *own, *varying]))
-        further, waiting = times(exact, range(1, rounds))
-        # The first round has chosen these.
-        table.waiting = max(table.waiting, waiting)
-        table.times = {of: dict(by_name) for of, by_name in rough.items()}
+    unclear = list(_unclear(table, series, varying, speed))
+    if unclear:
+        further, _ = times(unclear, further_rounds(rounds))
         table.add_rounds(further)
-        unclear = _unclear(table, exact, speed)
-        if table.caution and unclear:
-            # On a busy machine, whether they reach the speed would change from one call to the next.
-            further, _ = times(unclear, further_rounds(rounds))
-            table.add_rounds(further)
-        chosen = _needed(table, series, speed, exact)
+    speedups = _speedups(table)
+    reaching = [next((name for name in of_series if reaches(speedups[name], speed)), None) for of_series in series]
+    chosen = [name for name in reaching if name is not None]
+    chosen = chosen or sorted(chain(*series), key=speedups.__getitem__)[-1:]
     yield look_at(dict.fromkeys([*chosen, *own]), 0, first)
     samples = evaluated(table, DENSE)
     while chosen:
@@ -138,30 +127,17 @@ def for_speed(
         yield look_at([min(likely, key=order)], first, samples)
 
 
-def _needed(table: Table, series: Sequence[Sequence[str]], speed: float, exact: Container[str]) -> list[str]:
-    """Return what may be the first of its series that reaches a speed, or the fastest candidate if none may.
-
-    Args:
-        exact: The candidates that are timed in all rounds.
-    """
-    speedups = _speedups(table)
-    needed = []
+def _unclear(table: Table, series: Sequence[Sequence[str]], varying: Container[str], speed: float) -> Iterator[str]:
+    """Yield the candidates of which few rounds do not say whether they are the first of their series at a speed."""
+    ms = table.times[BATCH]
     for of_series in series:
         for name in of_series:
-            rough = 1.0 if name in exact else _ROUGH
-            if reaches(rough * speedups[name], speed):
-                needed.append(name)
-            # What is not as fast after all is found by further rounds.
-            if reaches(speedups[name], speed):
+            spread = ratios(ms[DENSE], ms[name]).shown
+            is_sure = reaches(spread.low, speed)
+            if reaches(spread.high, speed) and (not is_sure or name in varying):
+                yield name
+            if is_sure:
                 break
-    return needed or sorted(chain(*series), key=speedups.__getitem__)[-1:]
-
-
-def _unclear(table: Table, names: Iterable[str], speed: float) -> list[str]:
-    """Return the candidates for which the quartiles of few rounds leave open whether they reach a speed."""
-    ms = table.times[BATCH]
-    spreads = {name: ratios(ms[DENSE], ms[name]).shown for name in names}
-    return [name for name, spread in spreads.items() if reaches(spread.high, speed) and not reaches(spread.low, speed)]
 
 
 def _speedups(table: Table) -> dict[str, float]:

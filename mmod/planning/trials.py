@@ -30,7 +30,7 @@ from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice
 from mmod.planning.candidate import ANY_SIZE, TOLERANCE, Candidate, ImageSize, Measure
-from mmod.planning.choice import AdviceRow
+from mmod.planning.choice import NOISE, AdviceRow, reaches
 from mmod.planning.divergence import PromptBatch, check_batches
 from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, near_front
 from mmod.planning.entrants import Entrant, changed_models, evaluate_once, ready_models, row_of, rows_of, time_in_turns
@@ -251,7 +251,7 @@ def advise(
     if samples.has_labels:
         accuracy = mean_of(table, CORRECT, DENSE)
     remarks = [samples.note, _attending_twice(entrants), _at_random(chosen, depth), _as_they_are(models), untrained]
-    remarks.append(_only_timed(table))
+    remarks.append(_only_timed(table, faster or 0.0))
     if title is None:
         title = f"Advice for {_name_of(model)}"
     caution = table.caution
@@ -356,10 +356,14 @@ def _compared(
     fill(table, expected(later), measure, Runner(progress=False))
     if faster is not None:
         return table
-    front = [name for name in front_in(table, figure, decimals=decimals) if name != DENSE]
-    # What a pass costs may depend on its images, of which the first rounds read few.
-    if front and (table.caution or any(by_data(entrants[name].model) for name in front)):
-        further, _ = time_in_turns(results, entrants, stages, passes, front, further_rounds(ROUNDS))
+    uncertain = [name for name in front_in(table, figure, decimals=decimals) if name != DENSE]
+    if not table.caution:
+        # What a pass costs may depend on its images, of which the first rounds read few.
+        uncertain = [name for name in uncertain if by_data(entrants[name].model)]
+        named = [name for name in changed if evaluated(table, name) == len(samples)]
+        uncertain = list(dict.fromkeys([*uncertain, *filter(table.scatters, named)]))
+    if uncertain:
+        further, _ = time_in_turns(results, entrants, stages, passes, uncertain, further_rounds(ROUNDS))
         table.add_rounds(further)
     return table
 
@@ -381,16 +385,28 @@ def _check_question(folder: Path, question: Mapping[str, object]) -> None:
     )
 
 
-def _only_timed(table: Table) -> str:
-    """Say which candidates a wanted speed leaves out once they are timed: a sentence or none."""
+def _only_timed(table: Table, speed: float) -> str:
+    """Say which candidates a wanted speed leaves out once they are timed, a sentence or two, or none."""
     times = table.times[BATCH]
-    told = []
+    near = []
+    others = []
     for name, ms in times.items():
-        if name not in table.runs:
-            told.append(f"{name} ({ratios(times[DENSE], ms):[.2f})")
-    if not told:
-        return ""
-    return f"Only timed, as too slow or smaller than its series needs (times as fast): {', '.join(told)}."
+        if name in table.runs:
+            continue
+        spread = ratios(times[DENSE], ms)
+        is_near = reaches(NOISE * spread.shown.median, speed) and not reaches(spread.shown.median, speed)
+        told = near if is_near else others
+        told.append(f"{name} ({spread:[.2f})")
+    sentences = []
+    if near:
+        sentences.append(
+            f"Just below the wanted speed: {', '.join(near)}. A slightly lower one would evaluate their like."
+        )
+    if others:
+        sentences.append(
+            f"Only timed, as too slow or smaller than its series needs (times as fast): {', '.join(others)}."
+        )
+    return " ".join(sentences)
 
 
 def _name_of(model: nn.Module) -> str:

@@ -141,8 +141,9 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
         time = partial(times_of, measurer=measurer, readings=study.kind.readings, sizes=sizes, callback=stages.update)
         table.times, table.waiting = time(done, rounds=range(rounds))
         result = write()
-        named = [name for name in result.recommended if name != DENSE]
-        if not named or not table.caution:
+        recommended = [name for name in result.recommended if name != DENSE]
+        named = [name for name in recommended if table.caution or table.scatters(name)]
+        if not named:
             return result
         stages.expect(1.0)
         numbers = further_rounds(rounds)

@@ -280,6 +280,10 @@ def test_what_is_hardly_faster_is_said_to_be() -> None:
         assert choice.sentence.startswith(f"Use a for batches of 8{told} as fast")
         busy = dataclasses.replace(choice, is_unsteady=True).sentence
         assert busy.startswith(f"Use a for batches of 8, if an idle machine confirms its speed{told} as fast")
+        # What more samples may allow is faster.
+        faster = among([*choice.models, alternative("b", 1.4, Estimate(0.005, -0.01, 0.025))]).sentence
+        assert (" b is probably within 2 points: 1.40 times as fast, -0.5 [" in faster) == ("hardly" in told)
+        assert faster.endswith(" more images would tell.") == ("hardly" in told)
 
 
 def test_a_row_says_why_the_sentence_does_not_name_it_though_its_median_is_faster() -> None:
