@@ -113,8 +113,11 @@ class Fronts:
         top = max(mark.score for mark in marks)
         top = max(top, *(mark.high for mark in barred))
         margin = 0.08 * (top - bottom) or 1.0
-        # Bars may stretch the axis down to marks that were lost without them.
-        self.floor = min(mark.score for mark in marks if mark.score >= bottom - margin)
+        # Bars may stretch the axis down to marks that were lost without them, of which the frame cuts none.
+        for score in sorted((mark.score for mark in marks), reverse=True):
+            if score >= bottom - margin:
+                bottom = min(bottom, score)
+        self.floor = bottom
         lost = [mark for mark in marks if mark.score < self.floor]
         lost.sort(key=lambda mark: -mark.score)
         self.lost = ", ".join(f"{mark.name} {mark.score:.1f}" for mark in lost)

@@ -388,8 +388,8 @@ def _check_question(folder: Path, question: Mapping[str, object]) -> None:
 def _only_timed(table: Table, speed: float) -> str:
     """Say which candidates a wanted speed leaves out once they are timed, a sentence or two, or none."""
     times = table.times[BATCH]
-    near = []
-    others = []
+    near: list[str] = []
+    others: list[str] = []
     for name, ms in times.items():
         if name in table.runs:
             continue

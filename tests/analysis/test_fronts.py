@@ -101,6 +101,12 @@ def test_a_lost_model_stretches_no_axis_and_is_stated() -> None:
         row["to_dense"] = Estimate(0.0, -85.0, 1.0, seeds=1)
     figure = draw_tradeoff(stretched, costs=TIMES)
     assert "below the axis" not in figure.get_suptitle()
+    # So does one that just reaches such a mark, which the frame does not cut: 12 is 81 below the dense model.
+    for row in stretched:
+        row["to_dense"] = Estimate(0.0, -75.6, 0.0, seeds=1)
+    for axis in draw_tradeoff(stretched, costs=TIMES).axes:
+        bottom, top = axis.get_ylim()
+        assert 12 - bottom > 0.05 * (top - bottom)
     # One that is on the front of one panel is shown in all of them, on one scale.
     cheap = [{**row, "latency_ms": 1.0} for row in rows()]
     cheap[5] |= {"latency_ms": 0.1, "top1": 60.0}
