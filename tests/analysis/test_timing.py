@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmod.analysis import timing
-from mmod.analysis.table import DENSE
+from mmod.analysis.table import DENSE, Table
 from mmod.analysis.timing import Reading, reading_of, sample_times, times_once
 from mmod.io.store import STORE, Store
 
@@ -84,6 +84,8 @@ def test_a_busy_machine_and_rounds_that_scatter_are_told(waiting: float, scatter
     assert ("the machine was busy, and passes took 1.9 times" in caution) == (waiting > 1.25)
     assert ("rounds scatter" in caution) == (scatter > 0.1)
     assert bool(caution) == (waiting > 1.25 or scatter > 0.1)
+    table = Table(times={"batch": {DENSE: [4.0] * 6, "a": [2.0] * 6}, "alone": {DENSE: [4.0] * 6, "a": rounds}})
+    assert table.scatters("a") == (scatter > 0.1)
 
 
 def test_a_pass_that_waits_is_no_pass_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

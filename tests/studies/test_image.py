@@ -1094,6 +1094,14 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
         uncertain = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
     assert timed[1:] == [{"dense", *uncertain.recommended}]
     assert len(timed[1]) > 1
+    # So is what scatters alone.
+    scattering = uncertain.recommended[-1]
+    with monkeypatch.context() as calm:
+        # The first further round is kept.
+        calm.setattr(timing, "_FURTHER", 2)
+        calm.setattr(Table, "scatters", lambda _, name: name == scattering)
+        run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
+    assert timed[2:] == [{"dense", scattering}]
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
     kind: Any = kind_of(training_configs(config)[0])
