@@ -360,8 +360,8 @@ def _compared(
     if not table.caution:
         # What a pass costs may depend on its images, of which the first rounds read few.
         uncertain = [name for name in uncertain if by_data(entrants[name].model)]
-        named = [name for name in changed if evaluated(table, name) == len(samples)]
-        uncertain = list(dict.fromkeys([*uncertain, *filter(table.scatters, named)]))
+        advisable = [name for name in changed if evaluated(table, name) == len(samples)]
+        uncertain = list(dict.fromkeys([*uncertain, *filter(table.scatters, advisable)]))
     if uncertain:
         further, _ = time_in_turns(results, entrants, stages, passes, uncertain, further_rounds(ROUNDS))
         table.add_rounds(further)
