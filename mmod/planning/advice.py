@@ -22,7 +22,7 @@ from mmod.planning.choice import (
 )
 from mmod.planning.early import COSINES
 from mmod.planning.samples import AGREEMENT, ALONE
-from mmod.planning.untrained import FASTER_SHARES
+from mmod.planning.untrained import FASTER_SHARES, image_series
 from mmod.planning.verdict import Verdict, beside_controls, say_guessing, verdict_of
 
 # Milliseconds of a dense pass, from `python -m scripts.gradual_size`.
@@ -326,9 +326,9 @@ class Advice:
             return ""
         if self.faster is not None:
             return "" if self.best or self._too_small else "Larger batches may be faster."
-        # Only what belongs to a series has smaller budgets.
-        in_series = [row for row in self.rows if row.series and not row.at_random]
-        counted = [(row.flops, row) for row in in_series if row.flops is not None]
+        # A speed chooses among these series alone.
+        tried = {one.series for one in image_series() if not one.at_random}
+        counted = [(row.flops, row) for row in self.rows if row.series in tried and row.flops is not None]
         if self.samples != "images" or not counted:
             return ""
         counted.sort(key=lambda pair: -pair[0])

@@ -375,8 +375,9 @@ def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
     assert offered(1.1) == offered(1.3) == ["1.5"]
     assert offered(1.6) == ["2"]
     assert offered(2.1) == []
-    # Three times fewer FLOPs were tried already, and what belongs to no series has no other budget.
-    assert offered(1.1, flops=0.33) == offered(1.1, series="") == []
+    # Three times fewer FLOPs were tried already, and what is of none of the usual series has no other budget.
+    for silent in ({"flops": 0.33}, {"series": ""}, {"series": "mine"}, {"series": "random"}):
+        assert offered(1.1, **silent) == []
 
 
 def test_smaller_budgets_are_offered_where_the_smallest_of_a_series_loses_little() -> None:
