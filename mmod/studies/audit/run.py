@@ -83,9 +83,11 @@ def audit_run(config: RunConfig, *, command: str | None = None, progress: bool =
         raise ValueError("random weights have learned nothing to audit: name a run folder, or set model.checkpoint")
     model = load(kind)
     if not is_routed(model):
+        # Published weights have a name of their kind's.
+        named = config.model.checkpoint or getattr(config.model, "name", None)
         raise ValueError(
-            f"the model of {config.model.checkpoint or type(model).__name__!r} is dense, or has no routers to audit: "
-            "name the run of a routed one, and this as --audit.reference; `mmod evaluate` has its score and cost"
+            f"the model of {named!r} is dense, or has no routers to audit: name the run of a routed one, and this as "
+            "--audit.reference; `mmod evaluate` has its score and cost"
         )
     conditions = options.conditions
     if conditions is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from mmod.audits.result import Audit
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
@@ -236,7 +238,7 @@ def test_an_early_exit_model_is_evaluated_beside(run: Path, tmp_path: Path) -> N
         commands.audit([str(run), *QUICK, "--audit.baselines", f"[{run}, {run}]", "--output", str(tmp_path / "other")])
 
 
-def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"the model of '.*moved' is dense, .* name the run of a routed one"):
         commands.audit([str(run.parent / "moved"), "--output", str(tmp_path)])
     with pytest.raises(SystemExit):
@@ -251,3 +253,7 @@ def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
         commands.audit([str(run), "--output", str(tmp_path), "--audit.generation", "32"])
     with pytest.raises(ValueError, match=r"random weights .* name a run folder"):
         audit_run(config)
+    published = dataclasses.replace(config, model=dataclasses.replace(config.model, pretrained=True))
+    monkeypatch.setattr("mmod.studies.audit.run.load", lambda _: nn.Identity())
+    with pytest.raises(ValueError, match="the model of 'test_vit' is dense"):
+        audit_run(published)
