@@ -220,7 +220,7 @@ def _parser() -> OneLineParser:
         "--faster",
         type=parse_option,
         metavar="TIMES",
-        help="a wanted speed-up: what loses least at it, from few trials",
+        help="a wanted speed-up: what loses least at it, from few passes",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda ...; the GPU if there is one (auto)")
     parser.add_argument(
