@@ -167,10 +167,11 @@ def test_another_report_and_other_files_are_not_replaced(report: Path, folders: 
 
 def test_a_report_is_renewed_and_among_what_it_is_made_from_no_part_of_it(tmp_path: Path) -> None:
     write_run(write_study(tmp_path / "study") / "run")
-    report = write_report([tmp_path / "study"])
-    before = report.read_text()
-    assert write_report([tmp_path / "study"]) == report
-    assert report.read_text() == before
+    for output in (None, tmp_path / "page"):
+        report = write_report([tmp_path / "study"], output)
+        before = report.read_text()
+        assert write_report([tmp_path / "study"], output) == report
+        assert report.read_text() == before
 
 
 def test_sources_are_read_as_they_were_written(folders: list[Path]) -> None:
