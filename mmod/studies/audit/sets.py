@@ -20,7 +20,6 @@ from mmod.audits.choices import REFERENCE_ENTROPY
 from mmod.audits.contexts import LabelledBatch
 from mmod.data.loader import scenes_of
 from mmod.data.readers.lengths import open_checked
-from mmod.io.yaml import merged
 from mmod.methods.route import is_routed, routing_configs
 from mmod.studies.audit.config import Audited
 from mmod.training.chat.kind import ChatKind
@@ -158,7 +157,9 @@ def read_set(kind: Kind, model: nn.Module, changes: Mapping[str, object] | None 
     config = kind.config
     changes = changes or {}
     refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(config.data)])
-    config = type(config).from_dict(merged(config.as_written(), {"data": changes}))
+    # A key whose value is a mapping is another one, too.
+    data = {**dataclasses.asdict(config.data), **changes}
+    config = type(config).from_dict({**config.as_written(), "data": data})
     return sets_of(config.kind).read(kind_of(config), model)
 
 

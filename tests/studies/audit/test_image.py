@@ -21,10 +21,12 @@ from mmod.io.store import STORE
 from mmod.studies import commands
 from mmod.studies.audit.config import AUDITS, AuditOptions
 from mmod.studies.audit.run import audit_run
-from mmod.studies.audit.sets import regions_of
+from mmod.studies.audit.sets import read_set, regions_of
 from mmod.training import fit
+from mmod.training.engine.kind import load
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
+from mmod.training.kinds import kind_of
 from tests.kit.disk import visible
 from tests.kit.sets import SETS
 
@@ -257,3 +259,11 @@ def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr("mmod.studies.audit.run.load", lambda _: nn.Identity())
     with pytest.raises(ValueError, match="the model of 'test_vit' is dense"):
         audit_run(published)
+
+
+def test_another_set_has_no_options_of_the_first(tmp_path: Path) -> None:
+    data = {"source": "torch/mnist", "root": str(tmp_path), "options": {"download": True}, "channels": 1}
+    model = {"name": "vit_tiny_patch16_224", "args": ARGS}
+    kind = kind_of(AUDITS["image"].from_dict({"output": str(tmp_path / "run"), "model": model, "data": data}))
+    digits = {"source": "digits:tiny", "root": str(SETS / "digits"), "options": {}, "mean": None, "std": None}
+    assert len(read_set(kind, load(kind), digits)) == 1
