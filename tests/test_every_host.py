@@ -247,9 +247,10 @@ def test_a_change_keeps_its_promises(
     # Images may leave behind the last exit alone, and all of them may run.
     assert change in ("Exit", "whole images") or not torch.allclose(together, dense, rtol=0, atol=1e-3)
     close(torch.cat([run(host, model, [sample]) for sample in samples]), together)
+    # In inference, and where it learns.
     with watched(blocks[:-1]) as seen:
-        learning = torch.cat([output.detach().flatten() for output in host.outputs(model, samples)])
-    close(learning, together)
+        close(run(host, model, samples), together)
+        close(torch.cat([output.detach().flatten() for output in host.outputs(model, samples)]), together)
     # A head that pools what is left reads the rows of the last block, and in a cycle tokens run alone.
     assert change in RECURSIONS or len(seen) == 1
     assert torch.equal(run(host, copy.deepcopy(model), samples), together)
