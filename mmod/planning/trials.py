@@ -369,11 +369,13 @@ def _compared(
 
 
 def _check_question(folder: Path, question: Mapping[str, object]) -> None:
-    """Refuse to replace advice on another model, other samples or with other settings."""
+    """Refuse to replace advice on another model, other samples or with other settings, and a study's question."""
+    answered = answered_by(folder) or {}
     taken = [name for name in WRITTEN if (folder / name).exists()]
     if not taken:
+        if answered and answered.keys() != question.keys():
+            raise FolderTakenError(f"{str(folder)!r} has results of another command: name another folder")
         return
-    answered = answered_by(folder) or {}
     changed = [name for name, value in question.items() if differences({name: answered.get(name)}, {name: value})]
     if not changed:
         return

@@ -30,7 +30,9 @@ from mmod.analysis.table import Measured, rows_once
 from mmod.analysis.timing import Spread
 from mmod.blocks import MethodWarning
 from mmod.io import progress
+from mmod.io.files import write_json
 from mmod.io.progress import Stages
+from mmod.io.records import QUESTION, answered_by
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
@@ -163,6 +165,13 @@ def test_advice_on_another_question_is_not_replaced(
         ):
             mmod.advise(other, [other_images], **{**options, **settings})
     assert (tmp_path / "advice.md").read_bytes() == page
+    # Nor is the question of a study, which would refuse its own folder after that.
+    study = tmp_path / "study"
+    study.mkdir()
+    write_json(study / QUESTION, {"runs": {}, "code": "", "weights": {}})
+    with pytest.raises(FileExistsError, match="study' has results of another command: name another folder"):
+        mmod.advise(model, [images], **{**options, "folder": study})
+    assert (answered_by(study) or {}).keys() == {"runs", "code", "weights"}
 
 
 def test_routers_that_nobody_has_trained_are_named(clock: Callable[..., None]) -> None:
