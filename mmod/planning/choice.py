@@ -268,7 +268,7 @@ class Recommendation:
             nothing = self._nothing(_reaches(self.speed))
             return f"{nothing.capitalize()} is {as_fast}. The fastest is {named.label}: {figures}."
         return (
-            f"Nothing that is {as_fast} is surely within {self.limit}. Of what was tried and is as fast, {named.label} "
+            f"Nothing tried that is {as_fast} is surely within {self.limit}. Of what is as fast, {named.label} "
             f"loses least: {figures}."
         )
 

@@ -56,7 +56,7 @@ FEW_ROUNDS = 3
 """Those for a wanted speed."""
 # Candidates, at most about, and those of a wanted speed that are evaluated: for the work that is left.
 _CANDIDATES = 25
-_NEAR = 5
+_NEAR = 7
 # Work in passes of the dense model.
 _FITTING = 32.0
 _REPORT = 32.0
@@ -391,23 +391,28 @@ def _only_timed(table: Table, speed: float) -> str:
     """Say which candidates a wanted speed leaves out once they are timed, a sentence or two, or none."""
     times = table.times[BATCH]
     near: list[str] = []
-    others: list[str] = []
+    slow: list[str] = []
+    smaller: list[str] = []
     for name, ms in times.items():
         if name in table.runs:
             continue
         spread = ratios(times[DENSE], ms)
-        is_near = reaches(NOISE * spread.shown.median, speed) and not reaches(spread.shown.median, speed)
-        told = near if is_near else others
-        told.append(f"{name} ({spread:[.2f})")
+        shown = f"{name} ({spread:[.2f})"
+        if reaches(spread.shown.median, speed):
+            smaller.append(shown)
+        elif reaches(NOISE * spread.shown.median, speed):
+            near.append(shown)
+        else:
+            slow.append(shown)
     sentences = []
     if near:
         sentences.append(
             f"Just below the wanted speed: {', '.join(near)}. A slightly lower one would evaluate their like."
         )
-    if others:
-        sentences.append(
-            f"Only timed, as too slow or smaller than its series needs (times as fast): {', '.join(others)}."
-        )
+    if slow:
+        sentences.append(f"Only timed, too slow: {', '.join(slow)}.")
+    if smaller:
+        sentences.append(f"Only timed, as a larger one of its kind is fast enough: {', '.join(smaller)}.")
     return " ".join(sentences)
 
 

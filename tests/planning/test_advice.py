@@ -1117,7 +1117,7 @@ def test_each_timed_round_reads_other_images_and_all_models_the_same(
 
 
 # Where time falls less than FLOPs do, the largest budget is close to the speed or clearly misses it.
-@pytest.mark.parametrize(("fixed", "batch_size", "most"), [(0.25, 8, 940), (0.2, 8, 940), (0.25, 32, 1850)])
+@pytest.mark.parametrize(("fixed", "batch_size", "most"), [(0.25, 8, 1040), (0.2, 8, 1190), (0.25, 32, 2240)])
 def test_a_wanted_speed_takes_few_passes_and_shows_life(
     fixed: float, batch_size: int, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1158,7 +1158,7 @@ def test_a_wanted_speed_takes_few_passes_and_shows_life(
     assert passes.pop("dense model") == len(images)
     # Each is tried on one.
     checked = passes.pop("fitting to FLOPs")
-    assert checked <= 19
+    assert checked <= 25
     timed = passes.pop("timing")
     looks = {name: number for name, number in passes.items() if name.endswith(" samples")}
     assert looks == dict(passes)
@@ -1168,7 +1168,8 @@ def test_a_wanted_speed_takes_few_passes_and_shows_life(
     assert max(row.images for row in advice.rows) == len(images)
     assert advice.recommendations[0].named is not None
     assert advice.recommendations[0].named.images == len(images)
-    assert "Only timed, as too slow or smaller than its series needs" in str(advice)
+    for why in ("too slow", "as a larger one of its kind is fast enough"):
+        assert f"Only timed, {why}: " in str(advice)
 
     told = capsys.readouterr().err.splitlines()
     lines = [re.fullmatch(r"advise: (\d+) % (.*?)(, [\d:]+ left)?", line) for line in told]

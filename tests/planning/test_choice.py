@@ -155,8 +155,10 @@ def test_a_speed_is_reached_with_the_best_worse_end() -> None:
             assert (wanted.used == chosen) == kept
             start = f"Use {chosen.name} "
             if not kept:
-                start = f"Nothing that is {speed:g} times as fast ({speed / 1.03:.2f} or more) for batches of 8 is "
-                start += f"surely within {choice.limit}. Of what was tried and is as fast, {chosen.name} loses least: "
+                start = (
+                    f"Nothing tried that is {speed:g} times as fast ({speed / 1.03:.2f} or more) for batches of 8 is "
+                )
+                start += f"surely within {choice.limit}. Of what is as fast, {chosen.name} loses least: "
             assert wanted.sentence.startswith(start)
             least = f", the least at {speed:g} times the speed ({speed / 1.03:.2f} or more)."
             assert wanted.sentence.endswith(least) == kept
