@@ -116,9 +116,9 @@ def advise(
         batch_size: Images of a timed batch; for a language model it is the first batch.
         tolerance: Accuracy, agreement or cosine that may be lost, in [0, 1): 0.02 are 2 points, whatever the dense
             model has. The fastest candidate is advised whose whole 95 % interval is within it.
-        faster: A speed-up that is wanted, of an image model: all below but random tokens are tried, at sizes of about
-            that speed, and the one that reaches it and loses least, by the worse end of its interval, is named; it is
-            advised if it is within the tolerance.
+        faster: A speed-up that is wanted, of an image model: the usual candidates except random tokens are tried, at
+            sizes of about that speed. The one that reaches it and loses least, by the worse end of its interval, is
+            named; it is advised if it is within the tolerance.
         measure: What of an image model is compared, in place of the above: "top1", its top class; "features", those
             that a head would read; or "patches", those of each patch. The last two take off the head of a model of
             timm. Your own model returns what is compared, such as the outputs of a regression head as "features".
@@ -388,7 +388,7 @@ def _check_question(folder: Path, question: Mapping[str, object]) -> None:
 
 
 def _only_timed(table: Table, speed: float) -> str:
-    """Say which candidates a wanted speed leaves out once they are timed, a sentence or two, or none."""
+    """Say which candidates a wanted speed leaves out once they are timed, and why; empty where there are none."""
     times = table.times[BATCH]
     near: list[str] = []
     slow: list[str] = []
