@@ -263,7 +263,9 @@ def named_by_share(
         equal = equal_of(candidate)
         if equal is not None:
             equals[candidate.name] = equal
-            left_out[candidate.name] = f"the nearest model to this budget is {equal}, which is there already"
+            # Of one name they are one row, which no reader misses.
+            if candidate.name != equal:
+                left_out[candidate.name] = f"the nearest model to this budget is {equal}, which is there already"
             continue
         one = renamed(candidate, shares[candidate.name])
         if candidate in near:

@@ -142,6 +142,8 @@ def say_guessing(correct: float, classes: int | None, samples: int) -> str:
     Example:
         >>> bool(say_guessing(0.27, classes=5, samples=100)), bool(say_guessing(0.29, classes=5, samples=100))
         (True, False)
+        >>> bool(say_guessing(0.27, classes=5, samples=900)), bool(say_guessing(0.29, classes=5, samples=900))
+        (True, False)
         >>> bool(say_guessing(0.0, classes=None, samples=100)), bool(say_guessing(0.01, classes=None, samples=100))
         (True, False)
     """
@@ -155,11 +157,13 @@ def say_guessing(correct: float, classes: int | None, samples: int) -> str:
     chance = 1 / classes
     # Two standard deviations of guesses that are right by chance.
     guessed = chance + 2 * math.sqrt(chance * (1 - chance) / samples)
+    # Of many samples the least is more than chance: what gains little on it has learned other classes, or an order.
+    little = chance + min(chance, (1 - chance) / 10)
     # Of a handful of samples chance may get all right, and nothing is known.
-    if correct > guessed or guessed >= 1:
+    if correct > max(guessed, little) or guessed >= 1:
         return ""
     percent = f"{100 * chance:.3g} %"
     return (
         f"the dense model is hardly better than chance ({percent}), so that differences to it say nothing. It needs "
-        "more training, or the labels or the preprocessing are not those it was trained with."
+        "more training, or these are not its weights, its classes in their order, or its preprocessing."
     )
