@@ -249,7 +249,7 @@ class Advice:
         # `mmod evaluate` and studies have the time of one.
         dense = f"The dense model takes {self.milliseconds / self.batch_size:.3g} ms per {sample}"
         if self.batch_size > 1:
-            dense += f", {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
+            dense += f" in batches of {self.batch_size} ({self.milliseconds:.1f} ms a batch)"
         if self.cache is not None:
             dense += f", with a KV cache of {self.cache / 2**20:.3g} MiB on average"
         if self.accuracy is not None:
@@ -259,7 +259,7 @@ class Advice:
         if first < self.images:
             why = "clearly beaten there by what is as fast"
             if self.faster is not None:
-                why = "not the least loss there, by the worse end of its interval"
+                why = "no less lost there than by what is named"
             measured.append(f"{first} {self.samples}: {why}; all others ran on {self.images}.")
         if self.samples == "prompts" and self.accuracy is None:
             measured.append("The prompts have no answers, so that next tokens decide.")
@@ -275,8 +275,16 @@ class Advice:
             *measured,
             *filter(None, [self._too_small, self._to_be_faster]),
             *filter(None, [self._beside_controls, redundancy]),
-            *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
+            *[f"Left out: {', '.join(names)}: {reason}" for reason, names in self._by_reason.items()],
         ]
+
+    @property
+    def _by_reason(self) -> dict[str, list[str]]:
+        """Names of what was refused by why, as one size of images is the nearest to several budgets."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.refused.items():
+            names.setdefault(reason, []).append(name)
+        return names
 
     @property
     def _marks(self) -> str:

@@ -335,7 +335,9 @@ class Recommendation:
             chosen = self.at_speed(speed)
             if chosen is not None:
                 speeds.setdefault(chosen.name, []).append(f"{speed:g}")
-        awaited = self._awaited if self.is_tested else []
+        awaited = []
+        if self.speed is None and self.is_tested:
+            awaited = self._awaited
         for model in awaited:
             speeds.setdefault(model.name, [])
         by_name = {model.name: model for model in self.models}

@@ -251,7 +251,7 @@ def advise(
     if samples.has_labels:
         accuracy = mean_of(table, CORRECT, DENSE)
     remarks = [samples.note, _attending_twice(entrants), _at_random(chosen, depth), _as_they_are(models), untrained]
-    remarks.append(_only_timed(table, faster or 0.0))
+    remarks += _only_timed(table, faster or 0.0)
     if title is None:
         title = f"Advice for {_name_of(model)}"
     caution = table.caution
@@ -387,8 +387,8 @@ def _check_question(folder: Path, question: Mapping[str, object]) -> None:
     )
 
 
-def _only_timed(table: Table, speed: float) -> str:
-    """Say which candidates a wanted speed leaves out once they are timed, and why; empty where there are none."""
+def _only_timed(table: Table, speed: float) -> list[str]:
+    """Say which candidates a wanted speed leaves out once they are timed, a sentence or two for each reason."""
     times = table.times[BATCH]
     near: list[str] = []
     slow: list[str] = []
@@ -397,7 +397,7 @@ def _only_timed(table: Table, speed: float) -> str:
         if name in table.runs:
             continue
         spread = ratios(times[DENSE], ms)
-        shown = f"{name} ({spread:[.2f})"
+        shown = f"{name} ({spread.shown.median:.2f})"
         if reaches(spread.shown.median, speed):
             smaller.append(shown)
         elif reaches(NOISE * spread.shown.median, speed):
@@ -413,7 +413,7 @@ def _only_timed(table: Table, speed: float) -> str:
         sentences.append(f"Only timed, too slow: {', '.join(slow)}.")
     if smaller:
         sentences.append(f"Only timed, as a larger one of its kind is fast enough: {', '.join(smaller)}.")
-    return " ".join(sentences)
+    return sentences
 
 
 def _name_of(model: nn.Module) -> str:

@@ -222,7 +222,7 @@ def test_a_recipe_whose_answers_often_differ_from_the_dense_models_says_so_besid
 
 def test_times_are_those_of_a_sample_as_in_studies_and_of_the_batch() -> None:
     advice = advice_of([("a", 1.4, Estimate(1.0, 1.0, 1.0), None)])
-    assert "- The dense model takes 1.25 ms per image, 10.0 ms for 8 images.\n" in str(advice)
+    assert "- The dense model takes 1.25 ms per image in batches of 8 (10.0 ms a batch).\n" in str(advice)
     single = dataclasses.replace(advice, batch_size=1, cache=2**20, accuracy=0.5)
     assert (
         "- The dense model takes 10 ms per prompt, with a KV cache of 1 MiB on average, and has 50.0 % right answers.\n"
