@@ -34,6 +34,7 @@ class Mark(NamedTuple):
         low: Lower end of the bar at its score, `high` the upper one.
         note: What a browser shows of it besides name and figures.
         is_named: It gets its name and its bar off the front too.
+        may_lead: It may be on the front, unlike controls, and what few samples alone were evaluated on.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Mark(NamedTuple):
     high: float
     note: str = ""
     is_named: bool = False
+    may_lead: bool = True
 
 
 def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
@@ -61,7 +63,8 @@ def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
     # By number: marks may share a name.
     costs = {}
     for number, mark in enumerate(marks):
-        costs[number] = 1 / mark.cost if faster else mark.cost
+        if mark.may_lead:
+            costs[number] = 1 / mark.cost if faster else mark.cost
     dense_costs = [cost for number, cost in costs.items() if marks[number].series == "dense"]
     most = max(dense_costs, default=math.inf)
     costs = {number: cost for number, cost in costs.items() if cost <= most}

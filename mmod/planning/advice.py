@@ -436,7 +436,8 @@ class Advice:
             series = row.series or row.name.removeprefix("as ").partition(" ")[0]
             # As the table shows them, whose stars are the front.
             figures = (row.speedup.shown.median, score.value, score.low, score.high)
-            marks.append(Mark(row.name, series, *figures, row.code, row == named))
+            may_lead = row.images == self.images and not row.at_random
+            marks.append(Mark(row.name, series, *figures, row.code, row == named, may_lead))
         figure = new_figure(7, 4.8)
         axis = figure.subplots()
         fronts = Fronts([axis], [marks], faster=True)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mmod
 from mmod.adapters import by_first_batch, find_stacks
-from mmod.analysis import timing
+from mmod.analysis import fronts, timing
 from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.table import Measured, rows_once
@@ -218,6 +218,21 @@ def test_a_recipe_whose_answers_often_differ_from_the_dense_models_says_so_besid
     # Without labels, the agreement is what the verdict shows.
     for rows in ([alike], [(*other[:3], None)]):
         assert "of the answers equal" not in str(advice_of(rows))
+
+
+def test_the_front_of_the_picture_is_that_of_the_stars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither few samples nor a control lead, however good they look."""
+    gain, same = Estimate(0.1, 0.0, 0.2), Estimate(0.0, -0.1, 0.1)
+    rows = [(name, speed, same, change) for name, speed, change in (("few", 1.9, gain), ("all", 1.4, same))]
+    advice = advice_of([*rows, ("drawn", 2.0, same, gain)])
+    few, *others, drawn = advice.rows
+    changed = (dataclasses.replace(few, images=8, on_front=False), *others)
+    advice = dataclasses.replace(advice, rows=(*changed, dataclasses.replace(drawn, at_random=True, on_front=False)))
+    drawings = []
+    monkeypatch.setattr(fronts.Fronts, "name", lambda drawing, *_: drawings.append(drawing))
+    advice.plot(tmp_path / "advice.png")
+    (front,) = drawings[0].fronts
+    assert {mark.name for mark in front} - {"dense"} == {row.name for row in advice.rows if row.on_front}
 
 
 def test_times_are_those_of_a_sample_as_in_studies_and_of_the_batch() -> None:
