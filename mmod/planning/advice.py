@@ -43,6 +43,23 @@ WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
 
 
+@dataclass(frozen=True)
+class Page:
+    """What only a command knows of a model and its samples, for the page of advice.
+
+    Args:
+        title: Title of the page; empty names the model.
+        note: A sentence about the model and the data, with which the page begins.
+        opening: The line of Python that opens the model, which the lines of candidates follow.
+        run: The run folder of the model, which the page names in a command.
+    """
+
+    title: str = ""
+    note: str = ""
+    opening: str = ""
+    run: str = "RUN"
+
+
 @dataclass(frozen=True, repr=False)
 class Advice:
     """What `advise` measured; `print` shows the table, what to use and the lines that apply it.
@@ -59,12 +76,10 @@ class Advice:
         redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
         remarks: What was done with the samples and the candidates, a sentence or two each.
         cache: Bytes of the dense model's KV cache of a prompt of mean length; None for image models.
-        title: Title of the page, which names the model.
         faster: The speed-up that is wanted; None advises the fastest candidate within the tolerance.
         caution: What makes the times uncertain, in a sentence.
-        opening: The line of Python that opens the model; empty where only the user knows it.
         classes: Number of classes that the model chooses from; None without labels, and for prompts.
-        note: What the page begins with, of the model and the samples.
+        page: What only a command knows of the model and the samples.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -78,12 +93,10 @@ class Advice:
     redundancy: RedundancyReport | None = None
     remarks: Sequence[str] = ()
     cache: int | None = None
-    title: str = "Advice"
     faster: float | None = None
     caution: str = ""
-    opening: str = ""
     classes: int | None = None
-    note: str = ""
+    page: Page = Page()
 
     @property
     def metric(self) -> str:
@@ -172,7 +185,7 @@ class Advice:
         row = self.recommendations[0].named
         if row is None or not row.code:
             return ""
-        lines = "\n".join(filter(None, [self.opening, row.code]))
+        lines = "\n".join(filter(None, [self.page.opening, row.code]))
         return f"import mmod\n\n{lines}"
 
     def table(self) -> MarkdownTable:
@@ -238,7 +251,7 @@ class Advice:
         verdict = self.verdict
         rows = {row.name: row for row in self.rows}
         lines = {rows[name].label: (rows[name].code, rows[name].config) for name in verdict.named}
-        code = shown_code(lines, self.opening)
+        code = shown_code(lines, self.page.opening)
         facts = "\n".join(f"- {fact}" for fact in self.facts)
         return "\n\n".join(filter(None, [str(verdict), self.caution, str(table), left_out, facts, *code]))
 
@@ -408,7 +421,7 @@ class Advice:
         for name in WRITTEN:
             check_free(folder / name, overwrite)
         make_folder(folder)
-        heading = "\n\n".join(filter(None, [f"# {self.title}", self.note]))
+        heading = "\n\n".join(filter(None, [f"# {self.page.title}", self.page.note]))
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}
         write_json(folder / "advice.json", values)
         write_atomically(

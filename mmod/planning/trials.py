@@ -28,7 +28,7 @@ from mmod.methods.base import methods_of
 from mmod.methods.resolve import resolve_routing
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
-from mmod.planning.advice import WRITTEN, Advice
+from mmod.planning.advice import WRITTEN, Advice, Page
 from mmod.planning.candidate import ANY_SIZE, TOLERANCE, Candidate, ImageSize, Measure
 from mmod.planning.choice import NOISE, AdviceRow, reaches
 from mmod.planning.divergence import PromptBatch, check_batches
@@ -85,10 +85,7 @@ def advise(
     at_size: AtSize | None = None,
     pixel_limits: Mapping[str, int] | None = None,
     folder: str | Path | None = None,
-    note: str = "",
-    title: str | None = None,
-    opening: str = "",
-    run: str = "RUN",
+    page: Page | None = None,
     progress: bool = True,
 ) -> Advice:
     """Try candidates that need no training and say which one pays on these images or prompts and this machine.
@@ -140,10 +137,7 @@ def advise(
         folder: Write `advice.json`, `advice.md`, `advice.png` and `question.json` here, and `store.jsonl`, from which
             an interrupted call resumes. Advice on other samples or with other settings is not replaced. None writes
             nothing. For `models`, call the result's `save` instead.
-        note: A sentence about the model and the data, with which `advice.md` begins.
-        title: Title of `advice.md`; None names the model.
-        opening: The line of Python that opens the model, which the lines of candidates follow.
-        run: The run folder of the model, which the report names in a command.
+        page: What a command adds to `advice.md`; None titles it by the model.
         progress: Show a bar.
 
     Raises:
@@ -164,6 +158,7 @@ def advise(
     check_value("tolerance", tolerance, float, "[0, 1)")
     check_value("faster", faster, float | None, "(1, inf)")
     models = models or {}
+    page = page or Page()
     _check_candidates(candidates, models)
     check_batches(batches)
     # Before blocks are looked for, of a class of the user's own by images that it may not read.
@@ -246,14 +241,14 @@ def advise(
     untrained = ""
     if chosen:
         is_as_in_study = is_named and not stack.language and candidates is None
-        untrained = _STUDY.format(run=shlex.quote(run)) if is_as_in_study else _UNTRAINED
+        untrained = _STUDY.format(run=shlex.quote(page.run)) if is_as_in_study else _UNTRAINED
     accuracy = None
     if samples.has_labels:
         accuracy = mean_of(table, CORRECT, DENSE)
     remarks = [samples.note, _attending_twice(entrants), _at_random(chosen, depth), _as_they_are(models), untrained]
     remarks += _only_timed(table, faster or 0.0)
-    if title is None:
-        title = f"Advice for {_name_of(model)}"
+    if not page.title:
+        page = dataclasses.replace(page, title=f"Advice for {_name_of(model)}")
     caution = table.caution
     if caution and folder is not None:
         caution += f" {say_kept('`--output FOLDER`, in Python `folder=`')}"
@@ -269,12 +264,10 @@ def advise(
         samples.redundancy,
         [remark for remark in remarks if remark],
         costs[DENSE].cache,
-        title,
         faster,
         caution,
-        opening,
         samples.classes,
-        note,
+        page,
     )
     if folder is not None:
         advice.save(folder, overwrite=True)

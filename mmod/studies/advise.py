@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     from mmod.io.environment import choose_device
+    from mmod.planning.advice import Page
     from mmod.planning.candidate import opening_line
     from mmod.planning.prompts import same_tokens
     from mmod.planning.trials import advise
@@ -93,10 +94,7 @@ def main(arguments: Sequence[str]) -> None:
         at_size=at_size,
         pixel_limits=pixel_limits,
         folder=folder,
-        note=note,
-        title=f"Advice for {options.model}",
-        opening=opening_line(spec, **opening),
-        run=_run_of(options),
+        page=Page(f"Advice for {options.model}", note, opening_line(spec, **opening), _run_of(options)),
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
 

@@ -37,7 +37,7 @@ from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
 from mmod.planning import entrants, samples, trials, untrained
-from mmod.planning.advice import WRITTEN, Advice
+from mmod.planning.advice import WRITTEN, Advice, Page
 from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.planning.choice import AdviceRow
 from tests.kit.clip_zoo import make_clip, make_images
@@ -109,9 +109,9 @@ def test_a_smaller_image_wins_and_it_says_so(
         "Python `images=16`) would tell."
     )
     assert lenient.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
-    opened = dataclasses.replace(lenient, opening='model = mmod.open_model("test_vit").model')
+    opened = dataclasses.replace(lenient, page=Page(opening='model = mmod.open_model("test_vit").model'))
     assert opened.code.startswith('import mmod\n\nmodel = mmod.open_model("test_vit").model\nmmod.apply_(model, ')
-    assert str(opened).count(opened.opening) == 1
+    assert str(opened).count(opened.page.opening) == 1
     assert "# model: the dense one" not in str(opened)
     # What a notebook's cell or a traceback shows is the sentence, and no row.
     assert repr(advice) == f"<Advice from 12 images on {len(advice.rows)} recipes: {advice.sentence} Print it for all.>"

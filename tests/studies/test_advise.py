@@ -88,7 +88,7 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
     )
     assert visible(output) == {"advice.json", "advice.md", "advice.png", "question.json", "store.jsonl"}
     # The lines of Python run as they are printed.
-    opening = json.loads((output / "advice.json").read_text())["opening"]
+    opening = json.loads((output / "advice.json").read_text())["page"]["opening"]
     assert opening == 'model = mmod.open_model("test_vit", pretrained=False).model'
 
 
@@ -105,7 +105,7 @@ def test_the_lines_of_smaller_images_run_for_models_of_a_fixed_size(tmp_path: Pa
         output = tmp_path / f"advice {len(printed)}"
         main(["advise", spec, *options, "--images", str(folder), "--batch_size", "1", "--output", str(output)])
         advice = json.loads((output / "advice.json").read_text())
-        printed[spec] = [(advice["opening"], row) for row in advice["rows"] if row["series"] == "smaller-image"]
+        printed[spec] = [(advice["page"]["opening"], row) for row in advice["rows"] if row["series"] == "smaller-image"]
         assert printed[spec]
     for opening, row in (row for rows in printed.values() for row in rows):
         scope: dict[str, Any] = {"mmod": mmod}
@@ -568,5 +568,5 @@ def test_a_file_of_prompts_gives_a_report(
     shown = capsys.readouterr().out
     assert "as PyramidDrop" in shown
     assert " 0.25 of the patches (4 px) " in shown
-    assert "2 prompts" in shown
+    assert "per prompt in batches of 2 (" in shown
     assert (tmp_path / "advice" / "advice.md").is_file()

@@ -1106,7 +1106,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
     kind: Any = kind_of(training_configs(config)[0])
     batches = list(image_stream(kind.config.data).batches(0))
-    advice = mmod.advise(load(kind), batches, images=12, run="runs/my dense", progress=False)
+    advice = mmod.advise(load(kind), batches, images=12, page=advice_page.Page(run="runs/my dense"), progress=False)
     rows = {row.name: row.accuracy for row in advice.rows}
     assert advice.accuracy == pytest.approx(result.points[0].figures[0]["top1"] / 100)
     assert set(rows) == {point.name for point in result.points} - {"dense"}
