@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
+from mmod.adapters import find_library
 from mmod.analysis.table import (
     DENSE,
     Look,
@@ -24,7 +26,7 @@ from mmod.io.progress import Stages
 from mmod.io.store import Store
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
-from mmod.planning.candidate import CONTROL, Candidate
+from mmod.planning.candidate import ANY_SIZE, CONTROL, Candidate
 from mmod.planning.choice import AdviceRow
 from mmod.planning.early import BATCH, front_in, milliseconds
 from mmod.planning.samples import (
@@ -47,6 +49,15 @@ class Entrant(NamedTuple):
     model: nn.Module
     samples: Images | Prompts
     attends_twice: bool = False
+
+    def costs(self, number: int) -> Costs:
+        """Return what one of the first samples costs the model."""
+        return self.samples.costs(self.model, number)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it chooses the tokens that it keeps, as a user's own do that have routers."""
+        return is_routed(self.model) or any(method["kind"] == "prune" for method in self.candidate.methods)
 
 
 def changed_models(
@@ -150,8 +161,7 @@ def row_of(table: Table, figure: str, candidate: Candidate) -> AdviceRow:
 def rows_of(
     table: Table,
     figure: str,
-    candidates: Mapping[str, Candidate],
-    choosing: Collection[str],
+    entrants: Mapping[str, Entrant],
     costs: Mapping[str, Costs],
     part: str,
     is_only: bool,
@@ -160,12 +170,11 @@ def rows_of(
     """Yield the rows of the report, the fastest first.
 
     Args:
-        choosing: Names of those that choose their tokens, also of a user's own that have routers.
         is_only: That of `Candidate.config`.
         decimals: Those of the figure, as the report shows it.
     """
     ms = milliseconds(table, BATCH)
-    at_random = [name for name, candidate in candidates.items() if candidate.at_random]
+    at_random = [name for name, one in entrants.items() if one.candidate.at_random]
     # Those that are too slow are not on it by the first samples alone.
     few = [name for name in ms if evaluated(table, name) < evaluated(table, DENSE)]
     front = front_in(table, figure, {*at_random, *few}, decimals)
@@ -173,7 +182,7 @@ def rows_of(
     for name in sorted(table.runs, key=ms.__getitem__):
         if name == DENSE:
             continue
-        candidate = candidates[name]
+        candidate = entrants[name].candidate
         flops = costs[name].flops
         share = None
         if flops is not None and dense is not None:
@@ -184,7 +193,7 @@ def rows_of(
         yield dataclasses.replace(
             row_of(table, figure, candidate),
             code=candidate.code(part, is_only),
-            config=candidate.config(part, is_only),
+            config=_config_of(candidate, entrants[DENSE].model, part, is_only),
             on_front=name in front,
             cache=costs[name].cache,
             series=candidate.series,
@@ -193,6 +202,17 @@ def rows_of(
             to_control=gap(table, figure, name, candidate.control),
             agreement_to_control=agreement_to_control,
             at_random=candidate.at_random,
-            chooses=name in choosing,
+            chooses=entrants[name].chooses,
             flops=share,
         )
+
+
+def _config_of(candidate: Candidate, dense: nn.Module, part: str, is_only: bool) -> str:
+    """Return the keys of a training config that apply it; empty for a class of model that configs cannot name."""
+    if find_library(dense) is None:
+        return ""
+    config = candidate.config(part, is_only)
+    if candidate.resizes and hasattr(dense, "dynamic_img_size"):
+        # A model of timm takes images of one size unless its config says otherwise.
+        return f"model: {json.dumps({'args': ANY_SIZE})}\n{config}"
+    return config

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -18,23 +16,21 @@ from mmod.adapters import BlockStack, by_first_batch, find_library, find_part, f
 from mmod.analysis.counting import by_data
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import DENSE, Look, Measured, Table, evaluated, fill, mean_of
-from mmod.analysis.timing import further_rounds, ratios, say_kept
+from mmod.analysis.timing import further_rounds, say_kept
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
 from mmod.io.progress import Stages
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
-from mmod.methods.resolve import resolve_routing
-from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice, Page
-from mmod.planning.candidate import ANY_SIZE, TOLERANCE, Candidate, ImageSize, Measure
-from mmod.planning.choice import NOISE, AdviceRow, reaches
+from mmod.planning.candidate import TOLERANCE, Candidate, ImageSize, Measure
 from mmod.planning.divergence import PromptBatch, check_batches
 from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, near_front
 from mmod.planning.entrants import Entrant, changed_models, evaluate_once, ready_models, row_of, rows_of, time_in_turns
 from mmod.planning.prompts import IsRight, same_tokens
+from mmod.planning.remarks import as_they_are, attending_twice, drawn_at_random, only_timed, untrained
 from mmod.planning.samples import (
     AGREEMENT,
     CORRECT,
@@ -46,7 +42,7 @@ from mmod.planning.samples import (
     first_prompts,
     take_off_head_,
 )
-from mmod.planning.untrained import BEFORE_BLOCK, image_candidates, language_candidates, smaller_images
+from mmod.planning.untrained import image_candidates, language_candidates, smaller_images
 from mmod.planning.verdict import say_guessing
 from mmod.values import check_value
 
@@ -60,12 +56,6 @@ _NEAR = 7
 # Work in passes of the dense model.
 _FITTING = 32.0
 _REPORT = 32.0
-# What training may change, and where models are tuned that a study can make.
-_UNTRAINED = "Nothing was trained here: fine-tuned models may lose less, and rank differently."
-_STUDY = (
-    "Nothing was trained here: `mmod tradeoff my-model --dense {run} --tune true` fine-tunes the same candidates, "
-    "after which another may lose least."
-)
 
 
 @by_first_batch
@@ -165,31 +155,16 @@ def advise(
     if isinstance(batches, (list, tuple)) and not batches:
         raise ValueError("no images or prompts: batches is empty")
     part, stack, is_only = _part_to_change(model, part)
-    if faster is not None and (stack.language or candidates is not None):
-        raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
+    _check_options(stack, candidates, faster, measure, at_size, pixel_limits)
     if measure is not None:
-        if stack.language:
-            raise ValueError("measure says what of images is compared: leave it out for prompts")
         model = _measured_by(model, measure)
         models = {name: _measured_by(one, measure) for name, one in models.items()}
-    if at_size is not None and (candidates is not None or not stack.language):
-        raise ValueError(
-            "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
-        )
-    check_value("pixel_limits", pixel_limits, Mapping[str, int] | None)
-    if pixel_limits is not None and (at_size is None or pixel_limits.keys() != {"shortest_edge", "longest_edge"}):
-        raise ValueError(
-            f"pixel_limits are the shortest_edge and longest_edge that at_size changes, got {dict(pixel_limits)} and "
-            f"at_size={at_size}"
-        )
     if models and folder is not None:
         raise ValueError("results of `models` have no code to be known by: leave out folder, and save the advice")
     store = None
     if folder is not None:
         store = Path(folder) / STORE
     depth = len(stack.blocks)
-    # Configs name models of the supported libraries, and no class of the user's own.
-    is_named = find_library(model) is not None
     samples: Images | Prompts
     chosen: Sequence[Candidate]
     unfitted: dict[str, str] = {}
@@ -228,58 +203,43 @@ def advise(
         decimals = SHARES if samples.measure == AGREEMENT else COSINES
         table = _compared(entrants, figure, results, decimals, faster, stages, list(models))
         stages.begin("report", _REPORT)
-        by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
-        costs = {}
-        for name in table.runs:
-            _, changed, as_read, _ = entrants[name]
-            costs[name] = as_read.costs(changed, evaluated(table, name))
-        choosing = {name for name, one in entrants.items() if is_routed(one.model) or _prunes(one.candidate)}
-        rows = tuple(rows_of(table, figure, by_name, choosing, costs, part, is_only, decimals))
-        rows = tuple(_with_any_size(row, by_name[row.name], model) for row in rows)
-        if not is_named:
-            rows = tuple(dataclasses.replace(row, config="") for row in rows)
-    untrained = ""
-    if chosen:
-        is_as_in_study = is_named and not stack.language and candidates is None
-        untrained = _STUDY.format(run=shlex.quote(page.run)) if is_as_in_study else _UNTRAINED
+        costs = {name: entrants[name].costs(evaluated(table, name)) for name in table.runs}
+        rows = tuple(rows_of(table, figure, entrants, costs, part, is_only, decimals))
     accuracy = None
     if samples.has_labels:
         accuracy = mean_of(table, CORRECT, DENSE)
-    remarks = [samples.note, _attending_twice(entrants), _at_random(chosen, depth), _as_they_are(models), untrained]
-    remarks += _only_timed(table, faster or 0.0)
+    told = [samples.note, attending_twice(entrants), drawn_at_random(chosen, depth), as_they_are(models)]
+    if chosen:
+        # A study makes the usual candidates, of models that its configs can name.
+        is_as_in_study = candidates is None and not stack.language and find_library(model) is not None
+        told.append(untrained(page.run if is_as_in_study else None))
+    told += only_timed(table, faster or 0.0)
     if not page.title:
         page = dataclasses.replace(page, title=f"Advice for {_name_of(model)}")
     caution = table.caution
     if caution and folder is not None:
         caution += f" {say_kept('`--output FOLDER`, in Python `folder=`')}"
     advice = Advice(
-        rows,
-        refused | unfitted,
-        samples.measure,
-        accuracy,
-        samples.batch_size * float(np.median(table.times[BATCH][DENSE])),
-        samples.batch_size,
-        len(samples),
-        tolerance,
-        samples.redundancy,
-        [remark for remark in remarks if remark],
-        costs[DENSE].cache,
-        faster,
-        caution,
-        samples.classes,
-        page,
+        rows=rows,
+        refused=refused | unfitted,
+        measure=samples.measure,
+        accuracy=accuracy,
+        milliseconds=samples.batch_size * float(np.median(table.times[BATCH][DENSE])),
+        batch_size=samples.batch_size,
+        images=len(samples),
+        tolerance=tolerance,
+        redundancy=samples.redundancy,
+        remarks=[remark for remark in told if remark],
+        cache=costs[DENSE].cache,
+        faster=faster,
+        caution=caution,
+        classes=samples.classes,
+        page=page,
     )
     if folder is not None:
         advice.save(folder, overwrite=True)
         write_json(Path(folder) / QUESTION, question)
     return advice
-
-
-def _with_any_size(row: AdviceRow, candidate: Candidate, model: nn.Module) -> AdviceRow:
-    """Return a row whose config makes a model of timm take images of any size, if the candidate makes them smaller."""
-    if not candidate.resizes or not hasattr(model, "dynamic_img_size"):
-        return row
-    return dataclasses.replace(row, config=f"model: {json.dumps({'args': ANY_SIZE})}\n{row.config}")
 
 
 def _most_work(samples: int, batch_size: int, faster: float | None) -> float:
@@ -380,54 +340,9 @@ def _check_question(folder: Path, question: Mapping[str, object]) -> None:
     )
 
 
-def _only_timed(table: Table, speed: float) -> list[str]:
-    """Say which candidates a wanted speed leaves out once they are timed, a sentence or two for each reason."""
-    times = table.times[BATCH]
-    near: list[str] = []
-    slow: list[str] = []
-    smaller: list[str] = []
-    for name, ms in times.items():
-        if name in table.runs:
-            continue
-        spread = ratios(times[DENSE], ms)
-        shown = f"{name} ({spread.shown.median:.2f})"
-        if reaches(spread.shown.median, speed):
-            smaller.append(shown)
-        elif reaches(NOISE * spread.shown.median, speed):
-            near.append(shown)
-        else:
-            slow.append(shown)
-    sentences = []
-    if near:
-        sentences.append(
-            f"Just below the wanted speed: {', '.join(near)}. A slightly lower one would evaluate their like."
-        )
-    if slow:
-        sentences.append(f"Only timed, too slow: {', '.join(slow)}.")
-    if smaller:
-        sentences.append(f"Only timed, as a larger one of its kind is fast enough: {', '.join(smaller)}.")
-    return sentences
-
-
 def _name_of(model: nn.Module) -> str:
     described: Mapping[str, object] = getattr(model, "pretrained_cfg", None) or {}
     return str(described.get("architecture") or type(model).__name__)
-
-
-def _at_random(candidates: Iterable[Candidate], depth: int) -> str:
-    """Say which candidates have routers that nobody has trained: a sentence or none."""
-    untrained = []
-    for candidate in candidates:
-        routing = candidate.routing
-        if not routing:
-            continue
-        if "preset" in routing:
-            routing = {"depth": depth, **routing}
-        if resolve_routing(routing).router.learns:
-            untrained.append(candidate.name)
-    if not untrained:
-        return ""
-    return f"Routers that must be trained chose with random weights here: {', '.join(untrained)}."
 
 
 def _measured_by(model: nn.Module, measure: Measure) -> nn.Module:
@@ -437,28 +352,29 @@ def _measured_by(model: nn.Module, measure: Measure) -> nn.Module:
     return model
 
 
-def _prunes(candidate: Candidate) -> bool:
-    return any(method["kind"] == "prune" for method in candidate.methods)
-
-
-def _attending_twice(entrants: Mapping[str, Entrant]) -> str:
-    """Say which candidates compute attention twice, why, and what else to do: a sentence or two, or none."""
-    twice = [name for name, one in entrants.items() if one.attends_twice]
-    if not twice:
-        return ""
-    told = (
-        f"These compute attention twice, so that they save less: {', '.join(twice)}. The model's blocks compute it in "
-        "their own forward: give it a module of its own"
-    )
-    if any((one.candidate.routing or {}).get("skipped") == BEFORE_BLOCK for one in entrants.values()):
-        return f"{told}. `gradual` merges before the block here, which needs no second attention."
-    return f'{told}, or merge before the block, as `mmod.preset("gradual", skipped={{"before": "block"}})` does.'
-
-
-def _as_they_are(models: Iterable[str]) -> str:
-    """Say which models are the user's, who alone knows how they were trained: a sentence or none."""
-    names = ", ".join(models)
-    return names and f"Compared as they are: {names}. If they are fine-tuned, so must be the dense model."
+def _check_options(
+    stack: BlockStack,
+    candidates: Sequence[Candidate] | None,
+    faster: float | None,
+    measure: Measure | None,
+    at_size: AtSize | None,
+    pixel_limits: Mapping[str, int] | None,
+) -> None:
+    """Refuse options that the blocks, or further options, leave no room for."""
+    if faster is not None and (stack.language or candidates is not None):
+        raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
+    if measure is not None and stack.language:
+        raise ValueError("measure says what of images is compared: leave it out for prompts")
+    if at_size is not None and (candidates is not None or not stack.language):
+        raise ValueError(
+            "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
+        )
+    check_value("pixel_limits", pixel_limits, Mapping[str, int] | None)
+    if pixel_limits is not None and (at_size is None or pixel_limits.keys() != {"shortest_edge", "longest_edge"}):
+        raise ValueError(
+            f"pixel_limits are the shortest_edge and longest_edge that at_size changes, got {dict(pixel_limits)} and "
+            f"at_size={at_size}"
+        )
 
 
 def _check_candidates(candidates: Sequence[Candidate] | None, models: Mapping[str, nn.Module]) -> None:
