@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from mmod.analysis.flop_count import vision_flops
 from mmod.analysis.flop_report import FlopCounts
 from mmod.blocks.routed import RoutedBlock
 from mmod.data.files import check_files
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import ChatDataset
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.plain import without
 from mmod.training.chat.config import TrainConfig
@@ -103,23 +105,11 @@ def estimate(kind: ChatKind) -> ChatEstimate:
     model, processor = sketch_to_train(config)
     collator, _, train, val = open_data(config, processor, arguments, progress=False)
 
-    # Evenly over the data, since files are often sorted.
-    count = min(_SAMPLES, len(train))
-    indices = np.linspace(0, len(train) - 1, count).astype(int)
-    chats = [train[int(index)] for index in indices]
-    samples = [collator([chat]) for chat in chats]
-    train.report.add(chain.from_iterable(chat.faults for chat in chats))
+    read = _read(collator, train)
     faults = len(train.report.faults)
     if val is not None:
         faults += len(val.report.faults)
-    lengths = [sample["input_ids"].shape[1] for sample in samples]
-    tokens = round(mean(lengths))
-    image_tokens = round(mean(_count(sample["input_ids"] == processor.image_token_id) for sample in samples))
-    protected = 0
-    if config.data.protected is not None:
-        protected = round(mean(_count(sample["protected_mask"]) for sample in samples))
-    # Text that is protected cannot be more than there is: each mean is rounded by itself.
-    protected = min(protected, tokens - image_tokens)
+    samples = read.samples
     patches = round(mean(count_patches(model, sample) for sample in samples))
 
     steps, epoch_steps = steps_of(arguments, len(train))
@@ -131,9 +121,9 @@ def estimate(kind: ChatKind) -> ChatEstimate:
     known = needed_shares(model, shares)
     # Before the counts, whose copies of the model then try its blocks no more.
     stacks = find_stacks(model)
-    language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), known)
+    language = flops(model, Prompt(read.tokens - read.image_tokens, read.image_tokens, read.protected), known)
     # The loss reads the logits of every token, and the count has those of one.
-    logits = (tokens - 1) * language.rest.routed
+    logits = (read.tokens - 1) * language.rest.routed
     dense_vision, vision = _mean_vision(model, samples, known)
 
     kept = {row.name: row.kept for row in language.blocks}
@@ -148,7 +138,7 @@ def estimate(kind: ChatKind) -> ChatEstimate:
         # Below the language model, a frozen tower has no backward pass.
         if name != "language" and not _is_trained(stack):
             continue
-        stack_tokens = patches if name == "image" else tokens
+        stack_tokens = patches if name == "image" else read.tokens
         held += _held_bytes(stack, stack_tokens, kept, is_half, recomputes)
 
     kept_shares: dict[str, float | None] = dict.fromkeys(blocks)
@@ -164,9 +154,9 @@ def estimate(kind: ChatKind) -> ChatEstimate:
         steps=steps,
         batch=step_samples(arguments),
         processes=arguments.world_size,
-        tokens=tokens,
-        image_tokens=image_tokens,
-        longest=max(lengths),
+        tokens=read.tokens,
+        image_tokens=read.image_tokens,
+        longest=read.longest,
         answers=mean(_count(sample["labels"] != IGNORED) for sample in samples),
         flops={"conversation": language.routed + logits + vision},
         language=language,
@@ -183,6 +173,34 @@ def estimate(kind: ChatKind) -> ChatEstimate:
         activation_bytes=arguments.train_batch_size * held,
         reading=said_reading([f"{len(samples)} of training with their images, all others without"], faults),
     )
+
+
+class _Read(NamedTuple):
+    """Encoded conversations of the training data, one in a batch, and their mean numbers of tokens."""
+
+    samples: Sequence[Mapping[str, Tensor]]
+    tokens: int
+    image_tokens: int
+    protected: int
+    longest: int
+
+
+def _read(collator: ChatCollator, train: ChatDataset) -> _Read:
+    """Encode some conversations, whose faults the data's report then holds."""
+    # Evenly over the data, since files are often sorted.
+    indices = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
+    chats = [train[int(index)] for index in indices]
+    train.report.add(chain.from_iterable(chat.faults for chat in chats))
+    samples = [collator([chat]) for chat in chats]
+    lengths = [sample["input_ids"].shape[1] for sample in samples]
+    tokens = round(mean(lengths))
+    image_token = collator.processor.image_token_id
+    image_tokens = round(mean(_count(sample["input_ids"] == image_token) for sample in samples))
+    protected = 0
+    if collator.protected is not None:
+        protected = round(mean(_count(sample["protected_mask"]) for sample in samples))
+    # Text that is protected cannot be more than there is: each mean is rounded by itself.
+    return _Read(samples, tokens, image_tokens, min(protected, tokens - image_tokens), max(lengths))
 
 
 def _mean_vision(
