@@ -309,16 +309,22 @@ def _compared(
     fill(table, expected(later), measure, Runner(progress=False))
     if faster is not None:
         return table
-    uncertain = [name for name in front_in(table, figure, decimals=decimals) if name != DENSE]
-    if not table.caution:
-        # What a pass costs may depend on its images, of which the first rounds read few.
-        uncertain = [name for name in uncertain if by_data(entrants[name].model)]
-        advisable = [name for name in changed if evaluated(table, name) == len(samples)]
-        uncertain = list(dict.fromkeys([*uncertain, *filter(table.scatters, advisable)]))
+    uncertain = _uncertain(table, entrants, figure, decimals)
     if uncertain:
         further, _ = time_in_turns(results, entrants, stages, passes, uncertain, further_rounds(ROUNDS))
         table.add_rounds(further)
     return table
+
+
+def _uncertain(table: Table, entrants: Mapping[str, Entrant], figure: str, decimals: int) -> list[str]:
+    """Return the candidates that need more rounds: those of the front on a busy machine, else what scatters."""
+    front = [name for name in front_in(table, figure, decimals=decimals) if name != DENSE]
+    if table.caution:
+        return front
+    # What a pass costs may depend on its images, of which the first rounds read few.
+    varying = [name for name in front if by_data(entrants[name].model)]
+    advisable = [name for name in entrants if name != DENSE and evaluated(table, name) == evaluated(table, DENSE)]
+    return list(dict.fromkeys([*varying, *filter(table.scatters, advisable)]))
 
 
 def _check_question(folder: Path, question: Mapping[str, object]) -> None:
