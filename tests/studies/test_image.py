@@ -37,7 +37,7 @@ from mmod.planning import advice as advice_page
 from mmod.planning.verdict import say_guessing, verdict_of
 from mmod.report.page import write_report
 from mmod.studies import image as image_studies
-from mmod.studies.candidates import baselines_of, comparison_of, training_configs
+from mmod.studies.candidates import baselines_of, comparison_of, fitted, training_configs
 from mmod.studies.image import code_of, recommendations
 from mmod.studies.kind import Lines, Study, Told
 from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
@@ -1020,6 +1020,22 @@ def test_the_smallest_study_compares_at_the_budgets_of_advice(monkeypatch: pytes
     assert {one.name: (one.series, one.budget, one.routing) for one in studied} == {
         one.name: (one.series, one.budget, one.routing) for one in advised
     }
+
+
+def test_a_shallow_model_merges_more_tokens_than_its_grid_is_high() -> None:
+    """Of two blocks, 0.7 of the FLOPs takes more than the eight of a row in each."""
+    size = {"embed_dim": 24, "num_heads": 2, "img_size": 64, "patch_size": 8, "depth": 2, "num_classes": 4}
+    words = ["my-model", "--dense.model.name", SMALL, "--dense.model.args", json.dumps(size)]
+    config = read_config([*words, "--dense.data.image_size", "64"], ImageStudyConfig)
+    (dense, _) = training_configs(config)
+    merging = Candidate("tome-0.7", methods=({"kind": "merge", "r": "fit"},), series="tome", budget=0.7)
+    (tome,), left_out = fitted([merging], dense)
+    assert left_out == {}
+    assert tome.budget == pytest.approx(0.7, rel=0.03)
+    assert tome.methods[0]["r"] > 8
+    # Advice leaves out what cannot be fitted; a study was asked for it.
+    with pytest.raises(ValueError, match="one value 'fit'"):
+        fitted([dataclasses.replace(merging, image_size="fit")], dense)
 
 
 def test_a_study_of_weights_of_another_size_is_told_both_keys_at_once(tmp_path: Path) -> None:
