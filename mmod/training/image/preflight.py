@@ -28,10 +28,10 @@ def check_input(opened: Opened, data: DataConfig, pretrained: bool) -> None:
     side = data.image_size
     # First, since no model takes such a side. Hosts ignore the pixels beyond the last patch.
     if facts.patch is not None and not facts.pads and any(side % length for length in facts.patch):
-        near = facts.size or [nearest_multiple(side, length) for length in facts.patch]
+        patch = facts.patch[0]
         raise ValueError(
-            f"data.image_size is {side}, which the model's patches of {facts.patch[0]} pixels do not divide: take "
-            f"a multiple, such as {near[0]}"
+            f"data.image_size is {side}, which the model's patches of {patch} pixels do not divide: take a multiple, "
+            f"such as {nearest_multiple(side, patch)}"
         )
     if facts.size is not None and facts.size != (side, side):
         raise ValueError(
