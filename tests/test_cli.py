@@ -69,6 +69,8 @@ EARLY = {
     "advise runs/nope --images docs": "no run or model at 'runs/nope'",
     "advise tests/kitt --images docs": "no run or model at 'tests/kitt'; near ones: tests/kit",
     # What is wrong twice is told at once.
+    "advise test_vit --images docs --batch_size 0 --faster 1": "2 mistakes: (1) --faster must be a number above 1, got",
+    "advise test_vit --images docs --output docs/new": "'docs/new' is in --images, which its picture would join",
     "advise runs/nope --images nope": "2 mistakes: (1) no run or model at 'runs/nope'; (2) --images: there is no f",
     "advise runs/nope --prompts nope": "2 mistakes: (1) no run or model at 'runs/nope'; (2) --prompts 'nope' is no",
     # Before the hub is asked, for which it takes a minute without a network.

@@ -164,7 +164,8 @@ def preprocessing_of(model: nn.Module) -> Preprocessing:
     sizes = {}
     if side is not None:
         if any(length % patch for length, patch in zip(side, patch_embed.patch_size)):
-            raise ValueError(f"image_size must be a multiple of the model's patches, {patch_embed.patch_size[0]} px")
+            patch = patch_embed.patch_size[0]
+            raise ValueError(f"image_size must be a multiple of the model's patches, {patch} px, got {side[0]}")
         sizes = {"input_size": (patch_embed.proj.in_channels, *side)}
     return Preprocessing(resolve_data_config(sizes, model=model), "of timm")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmod.io.files import check_folder, check_place, folder_name, near_paths
+from mmod.io.files import check_folder, check_place, folder_name, make_folder, near_paths
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option
 from mmod.opening.runs import (
@@ -35,10 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     if options.images is None and options.prompts is None:
         raise ValueError("advice needs --images FOLDER, or --prompts FILE for a language model that reads images")
-    _check_files(options)
-    if options.faster is not None:
-        _check_number("--faster", options.faster, "(1, inf)", "30 % less time is a speed-up of 1.43")
-    _check_number("--tolerance", options.tolerance, "[0, 1)", "0.02 are 2 points")
+    _check(options)
     import torch
 
     from mmod.io.environment import choose_device
@@ -48,10 +45,8 @@ def main(arguments: Sequence[str]) -> None:
     from mmod.planning.trials import advise
     from mmod.studies.advised import added_arguments, open_advised, read_images, read_prompts
 
-    check_value("--number", options.number, int, "[1, inf)")
-    if options.image_size is not None:
-        check_value("--image_size", options.image_size, int, "[1, inf)")
-    if options.threads:
+    device = choose_device(options.device)
+    if options.threads is not None:
         torch.set_num_threads(options.threads)
     batches: Iterable[object]
     is_right: IsRight = same_tokens
@@ -69,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
         model, batches, is_right, at_size, pixel_limits, note = read_prompts(options)
     # Before the model runs: labels that do not fit, or another mean than that of training, explain a low score.
     print(note, end="\n\n")
-    folder = Path(options.output or _folder_of(options))
+    folder = make_folder(options.output or _folder_of(options))
     spec = options.model
     opening: dict[str, object] = {"checkpoint": options.checkpoint, "image_size": options.image_size}
     if not options.pretrained:
@@ -84,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
         # As it was opened here, so that lines of smaller images run.
         opening["args"] = added_arguments(model)
     advice = advise(
-        model.to(choose_device(options.device)),
+        model.to(device),
         batches,
         images=options.number,
         batch_size=options.batch_size,
@@ -99,22 +94,25 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{advice}\n\nTable, figures and picture: {folder}")
 
 
-def _check_number(name: str, value: object, limit: str, example: str) -> None:
-    """Raise unless a value is a number within a limit; the message ends with an example of its unit."""
-    try:
-        check_value(name, value, float, limit)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}; {example}") from error
+# Types of options that are numbers, with their limits, and examples of units.
+_NUMBERS = {
+    "faster": (float, "(1, inf)", "; 30 % less time is a speed-up of 1.43"),
+    "tolerance": (float, "[0, 1)", "; 0.02 are 2 points"),
+    "number": (int, "[1, inf)", ""),
+    "batch_size": (int, "[1, inf)", ""),
+    "image_size": (int, "[1, inf)", ""),
+    "threads": (int, "[1, inf)", ""),
+}
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    """Raise for all files and folders that are missing, before the model, which may come from a hub."""
+def _check(options: argparse.Namespace) -> None:
+    """Raise for all that is missing or out of range, before the model, which may come from a hub."""
     path = Path(options.model)
     # "OWNER/NAME" may be a name of a hub.
     has_parent = len(path.parts) == 2 and path.parent.is_dir()
     is_path = has_parent or len(path.parts) > 2 or path.parts[:1] == ("runs",)
-    missing = Mistakes()
-    with missing.collected():
+    mistakes = Mistakes()
+    with mistakes.collected():
         if ":" in options.model and options.prompts is None:
             pass
         elif is_path and not path.exists():
@@ -127,20 +125,32 @@ def _check_files(options: argparse.Namespace) -> None:
                 raise FileNotFoundError(f"{error}; {hint}") from error
         check_at_rest(options.model)
         check_holds_work(options.model)
-    with missing.collected():
+    with mistakes.collected():
         if options.checkpoint is not None:
             check_at_rest(options.checkpoint)
             find_weights(options.checkpoint)
-    with missing.collected():
+    with mistakes.collected():
         if options.prompts is not None and not Path(options.prompts).is_file():
             raise FileNotFoundError(f"--prompts {options.prompts!r} is no file{near_paths(options.prompts)}")
-    with missing.collected():
+    with mistakes.collected():
         if options.images is not None:
             check_folder(options.images, "--images")
-    with missing.collected():
-        if options.output is not None:
-            check_place(options.output)
-    missing.tell()
+    with mistakes.collected():
+        output = options.output or _folder_of(options)
+        check_place(output)
+        if options.prompts is None and Path(output).resolve().is_relative_to(Path(options.images).resolve()):
+            raise ValueError(f"{output!r} is in --images, which its picture would join: name another folder, --output")
+    for name, (kind, limit, example) in _NUMBERS.items():
+        value = getattr(options, name)
+        # What has no default may be left out.
+        if value is None:
+            continue
+        with mistakes.collected():
+            try:
+                check_value(f"--{name}", value, kind, limit)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{error}{example}") from error
+    mistakes.tell()
 
 
 def _run_of(options: argparse.Namespace) -> str:
