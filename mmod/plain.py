@@ -46,15 +46,14 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     prefix = f"{name}." if name else ""
     fields: dict[str, object] = {}
     limits = {} if limit is None else limits_of(config_class)
-    unknown = [key for key in values if key not in hints]
     if "kind" in hints and "kind" in values:
         # The keys of another kind would all be unknown, and hide this mistake.
         check_value(f"{prefix}kind", values["kind"], hints["kind"])
     mistakes = Mistakes()
-    if unknown:
-        mistakes.errors.append(ValueError(_told_unknown(config_class, unknown, name)))
+    with mistakes.collected():
+        check_keys(config_class, values, name)
     for key, value in values.items():
-        if key in unknown:
+        if key not in hints:
             continue
         with mistakes.collected():
             fields[key] = _from_plain(hints[key], value, f"{prefix}{key}", limit)
@@ -65,6 +64,13 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
         mistakes.errors.append(ValueError(f"keys that are required: {', '.join(missing)}"))
     mistakes.tell()
     return cls(**fields)
+
+
+def check_keys(cls: type, values: Mapping[str, object], name: str = "") -> None:
+    """Raise a ValueError for keys that a config does not have; see `from_plain`."""
+    unknown = [key for key in values if key not in hints_of(cls)]
+    if unknown:
+        raise ValueError(_told_unknown(cls, unknown, name))
 
 
 def _from_plain(hint: object, value: object, name: str, limit: Limit | None) -> object:

@@ -22,7 +22,8 @@ from torch import nn
 from mmod import cli
 from mmod.studies import isoflop
 from mmod.studies.candidates import comparison_of
-from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
+from mmod.studies.config import StudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig, TimmStudyConfig
 from mmod.training.engine.start import sketch
 from mmod.training.kinds import config_class, kind_of
 from mmod.training.text import kind as text_kind
@@ -276,8 +277,9 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
             make_models(comparison, monkeypatch)
         raise _MadeError
 
-    # Runs and weights that pages name are not here.
-    monkeypatch.setattr("mmod.studies.config.StudyConfig.check_dense", lambda _: None)
+    # Runs, weights and images that pages name are not here.
+    for config in (StudyConfig, TimmStudyConfig):
+        monkeypatch.setattr(config, "check_dense", lambda _: None)
     fit_by_budget(monkeypatch)
     monkeypatch.setattr("mmod.studies.study.run_study", make)
     # What says on what, how often and in how many processes models are compared makes no other model.

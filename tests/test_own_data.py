@@ -135,6 +135,8 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
             told = {**told, "checkpoint": "weights.safetensors"}
             save_file(timm.create_model(VIT, **told["args"]).state_dict(), folder / "weights.safetensors")
         words = [f"--dense.model.{key} {shlex.quote(json.dumps(value))}" for key, value in told.items()]
+        # The folder that the config names as it comes.
+        (folder / "data/mine/val").mkdir(parents=True)
         # Every budget on the smallest grid, and one on those that take longer to count.
         few = "--budgets '[0.7]'" if side > 32 else ""
         monkeypatch.setitem(SMALL, "tradeoff my-model", few)

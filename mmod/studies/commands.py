@@ -9,10 +9,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mmod.config.parse import check_output, parse_config
 from mmod.io.files import read_text
+from mmod.plain import check_keys
 from mmod.planning.candidate import PlanOptions
 from mmod.studies.audit.config import AUDITS
 from mmod.studies.config import StudyConfig
@@ -21,6 +23,7 @@ from mmod.studies.kind_configs import CONFIGS
 from mmod.training.command import parse_run
 from mmod.training.engine.config import config_as
 from mmod.training.kinds import all_configs, extended
+from mmod.values import Mistakes
 
 _DRY = "--dry-run"
 
@@ -41,8 +44,11 @@ SEARCHES = extended(Searched)
 
 
 def _check_study(kind: type[StudyConfig], fields: Mapping[str, object]) -> None:
-    kind.check_dense(fields)
-    check_output(kind, fields)
+    mistakes = Mistakes()
+    for check in (partial(check_keys, kind), kind.check_dense, partial(check_output, kind)):
+        with mistakes.collected():
+            check(fields)
+    mistakes.tell()
 
 
 def tradeoff(arguments: Sequence[str]) -> Iterator[Path]:
@@ -51,7 +57,7 @@ def tradeoff(arguments: Sequence[str]) -> Iterator[Path]:
     Yields:
         The folder of each.
     """
-    # A dense model that is not there is refused before the routings are checked, which imports torch.
+    # What is not there is refused before the routings are checked, which imports torch.
     config: StudyConfig | None = parse_config(arguments, CONFIGS, check=_check_study)
     from mmod.studies.study import run_study
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from mmod.io.yaml import merged
-from mmod.plain import without_none
+from mmod.data.config import DataConfig
+from mmod.data.files import files_of
+from mmod.io.yaml import BASE_KEY, merged
+from mmod.plain import from_plain, without_none
 from mmod.planning.candidate import FIT
 from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.training.engine.config import config_as
 from mmod.training.image.config import TrainConfig
-from mmod.values import check_value, one_of, refuse_unknown
+from mmod.values import Mistakes, check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
     from mmod.training.engine.config import RunConfig
@@ -59,6 +61,20 @@ class TimmStudyConfig(StudyConfig):
         baselines = itertools.chain.from_iterable(budgets.values() for budgets in self.baselines.values())
         is_fitted = any(FIT in fields.values() for fields in baselines)
         return is_fitted or any("budgets" in fields for fields in self.routers.values())
+
+    @classmethod
+    def check_dense(cls, fields: Mapping[str, object]) -> None:
+        """Raise for missing images of the evaluation too; see `StudyConfig.check_dense`."""
+        missing = Mistakes()
+        with missing.collected():
+            super().check_dense(fields)
+        dense = fields.get("dense")
+        # Beside a base, changes or a study's own images, the keys may be of other data.
+        is_whole = not {"changes", "images"} & fields.keys()
+        with missing.collected():
+            if is_whole and isinstance(dense, Mapping) and BASE_KEY not in dense and "data" in dense:
+                files_of(from_plain(DataConfig, dense["data"], "dense.data"), "val")
+        missing.tell()
 
     def check_settings(self) -> None:
         """Refuse rates that leave nothing to choose; see `StudyConfig.check_settings`."""

@@ -31,11 +31,11 @@ def fail() -> None:
     [
         (["configs", "digits/dense"], 0, ""),
         (["train", "image", "digits/dense", "--model.checkpoint", "nowhere"], 2, "error: no checkpoint at 'nowhere'"),
-        # As it stands, it names a run that no user has.
+        # As it stands, it names a run and images that no user has.
         (
             ["tradeoff", "my-model"],
             2,
-            "error: no checkpoint at 'runs/mine': name the dense model's training run by --dense RUN",
+            "error: 2 mistakes: (1) no checkpoint at 'runs/mine': name the dense model's training run by --dense RUN",
         ),
         # Printed, it is the start of one's own.
         (["tradeoff", "my-model", "--print_config"], 0, ""),

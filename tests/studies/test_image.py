@@ -40,7 +40,7 @@ from mmod.studies import image as image_studies
 from mmod.studies.candidates import baselines_of, comparison_of, fitted, training_configs
 from mmod.studies.image import code_of, recommendations
 from mmod.studies.kind import Lines, Study, Told
-from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
+from mmod.studies.kind_configs import FeaturesStudyConfig, ImageStudyConfig, PairsStudyConfig
 from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import Point, StudyResult, epochs_of, harm, significance, without_interval
 from mmod.studies.runs import Comparison, Run
@@ -1045,6 +1045,14 @@ def test_a_study_of_weights_of_another_size_is_told_both_keys_at_once(tmp_path: 
     told = r"is of images of 64 px, and the model of 384 px: set model\.args\.img_size and data\.image_size to 64, or"
     with pytest.raises(ValueError, match=told):
         comparison_of(config)
+
+
+def test_data_that_another_key_replaces_are_not_asked_for() -> None:
+    missing = {"dense": {"data": {"source": "folder", "root": "nowhere"}}}
+    with pytest.raises(ValueError, match="nowhere"):
+        FeaturesStudyConfig.check_dense(missing)
+    ImageStudyConfig.check_dense({**missing, "changes": {"data": {"root": "docs"}}})
+    FeaturesStudyConfig.check_dense({**missing, "images": "docs"})
 
 
 def test_the_smallest_study_marks_what_differs_from_model_to_model() -> None:
