@@ -64,6 +64,12 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
     """Return what a study compares, by the training configs of the dense model and of fine-tuning it."""
     candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune is True), *config.routed()]
     candidates += baselines_of(config)
+    trains = config.train_dense or config.trains_shallow or any(one.is_trained for one in candidates)
+    if config.seeds > 1 and not trains:
+        raise ValueError(
+            f"seeds={config.seeds} repeats training, and this study trains nothing: leave seeds out, as intervals are "
+            "over samples, or set tune to true"
+        )
     left_out: Mapping[str, str] = {}
     if config.budgets_are_shares:
         candidates, left_out = fitted(candidates, dense)
@@ -93,7 +99,7 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
     notes += [f"Left out: {name}: {reason}" for name, reason in left_out.items()]
     notes += told_of_controls(candidates, {*config.routers} - {*config.controls})
     notes += _numbers(config, candidates)
-    comparison = Comparison(
+    return Comparison(
         candidates=candidates,
         dense=dense,
         train=train,
@@ -103,12 +109,6 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
         notes=notes,
         keys=("changes", "finetune"),
     )
-    if config.seeds > 1 and not comparison.trains:
-        raise ValueError(
-            f"seeds={config.seeds} repeats training, and this study trains nothing: leave seeds out, as intervals are "
-            "over samples, or set tune to true"
-        )
-    return comparison
 
 
 def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:

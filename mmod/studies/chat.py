@@ -30,7 +30,7 @@ from mmod.studies.runs import Run
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache, prompt_flops
-from mmod.training.engine.config import config_as
+from mmod.training.engine.config import RunConfig, config_as
 from mmod.training.engine.kind import Kind, readings
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ _COLUMNS = (
 )
 
 
-def _describe(study: Study) -> Facts:
+def _describe(dense: RunConfig, tuned: RunConfig) -> Facts:
     """Return percent right for the answer that is most frequent in training, by type of question."""
-    data = config_as(study.comparison.train or study.dense, TrainConfig).data
+    data = config_as(tuned, TrainConfig).data
     train = open_conversations(str(data.train), data)
     val = open_conversations(str(data.val), data)
     prior = prior_of(train.turns(), val.turns(last=True))

@@ -23,7 +23,7 @@ from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.plain import from_plain
 from mmod.studies.image import STUDY as IMAGE_STUDY
-from mmod.studies.image import mean_iou, right_patches, tell_of
+from mmod.studies.image import describe_images, mean_iou, right_patches, tell_of
 from mmod.studies.kind import Facts, Lines, Runs, Study, Told
 from mmod.studies.kind_configs import FeaturesStudyConfig
 from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of
@@ -393,5 +393,5 @@ def _tested(classifier: Any, features: np.ndarray, labels: np.ndarray, splits: S
     return right[right >= 0]
 
 
-STUDY = dataclasses.replace(IMAGE_STUDY, weigh=WEIGH, measure=_measure, tell=_tell)
+STUDY = dataclasses.replace(IMAGE_STUDY, describe=describe_images, weigh=WEIGH, measure=_measure, tell=_tell)
 """A study of features of timm's models, which are counted, drawn and timed as classifiers are."""

@@ -40,12 +40,12 @@ from mmod.studies.kind import Facts, Lines, Runs, Study, StudyKind, Told
 from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run, run_config_of
-from mmod.training.engine.config import config_as
-from mmod.training.engine.kind import cost, device_of
+from mmod.training.engine.config import RunConfig, config_as
+from mmod.training.engine.kind import cost, create, device_of, evaluation_data
 from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
-from mmod.training.image.kind import sample_images, timed_images
+from mmod.training.image.kind import ImageKind, sample_images, timed_images
 from mmod.training.kinds import kind_of
 
 if TYPE_CHECKING:
@@ -126,11 +126,19 @@ def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -
     return (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
 
 
-def _describe(study: Study) -> Facts:
+def _describe(dense: RunConfig, tuned: RunConfig) -> Facts:
+    """Return what is known of the images; refuse weights that do not fit, and classes that are not the model's."""
+    if dense.model.has_weights:
+        kind = ImageKind(config_as(dense, TrainConfig))
+        evaluation_data(kind, create(kind))
+    return describe_images(dense, tuned)
+
+
+def describe_images(dense: RunConfig, tuned: RunConfig) -> Facts:
     """Return the source, redundancy and preprocessing of the images."""
-    data = config_as(study.dense, TrainConfig).data
+    data = config_as(dense, TrainConfig).data
     images = f"Images: {data.source}, split {data.val_split!r}, {data.image_size} px"
-    patch = image_facts(sketch(kind_of(study.dense))).patch
+    patch = image_facts(sketch(kind_of(dense))).patch
     if patch is not None:
         # Of those that are evaluated.
         sample = sample_images(data, min(_MEASURED, data.val_limit or _MEASURED))

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from torch import nn
-from typing_extensions import Never
 
 from mmod.analysis.table import Measured, Table, Weigh
 from mmod.analysis.timing import Reading
@@ -97,11 +96,6 @@ class Study(NamedTuple):
         return partial(measure_run, before=before, by_sample=self.comparison.seeds == 1)
 
 
-def nothing(*_: object) -> dict[str, Never]:
-    """Stand for a function of a kind that has nothing to add."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class StudyKind:
     """What a kind of study consists of: functions, of which most get the study first.
@@ -111,7 +105,8 @@ class StudyKind:
         count: Counts the costs of a candidate by column, from its final model and its rows.
         tell: Says what follows from the table.
         weigh: See `Table.weigh`.
-        describe: Returns what is known of the data and the dense model before anything runs.
+        describe: Returns what is known of the data before anything runs, by the training configs of the dense model and
+            of fine-tuning it.
         measure: Does a run; None does it by `mmod.studies.measure.measure_run`.
         draw: Draws the tokens that a routed candidate keeps, where they are those of pictures; None draws none.
         readings: Returns the passes that are timed, see `mmod.training.engine.kind.readings`.
@@ -123,12 +118,12 @@ class StudyKind:
     count: Callable[[Study, Run, nn.Module, Measured], dict[str, float]]
     tell: Callable[[Study, Table, Runs, Lines, Facts], Told]
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
-    describe: Callable[[Study], Facts] = lambda study: {}
+    describe: Callable[[RunConfig, RunConfig], Facts] = lambda dense, tuned: {}
     measure: Callable[[Study, Run, Callback, Measurer], Measured] | None = None
     draw: Callable[[Study, Run, nn.Module], Figure | None] | None = None
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings
-    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = nothing
-    baselines: Callable[[Study, Table, Runs], Mapping[str, Mapping[str, Sequence[str]]]] = nothing
+    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda figures: {}
+    baselines: Callable[[Study, Table, Runs], Mapping[str, Mapping[str, Sequence[str]]]] = lambda *_: {}
 
 
 def study_kind(name: str) -> StudyKind:

@@ -15,6 +15,7 @@ from pathlib import Path
 from mmod.analysis.style import save_picture
 from mmod.analysis.table import DENSE, Table, compare
 from mmod.analysis.timing import further_rounds
+from mmod.data.files import files_of
 from mmod.io.files import locked, make_folder
 from mmod.io.jobs import Runner
 from mmod.io.progress import Bar, Stages
@@ -25,7 +26,7 @@ from mmod.names import plural
 from mmod.plain import without
 from mmod.studies.candidates import comparison_from, comparison_of, training_configs
 from mmod.studies.config import StudyConfig, naming_dense
-from mmod.studies.kind import Study, study_kind
+from mmod.studies.kind import Facts, Study, study_kind
 from mmod.studies.kind_configs import TimmStudyConfig
 from mmod.studies.measure import Measurer, identity_of, starting_weights, times_of
 from mmod.studies.question import question_of
@@ -47,17 +48,23 @@ def run_study(config: StudyConfig, *, command: str = "", progress: bool = True) 
         command: The command that asks for it, as it was typed, for the report.
     """
     dense, tuned = training_configs(config)
+    # All that needs no candidates comes before they are fitted to budgets, which counts dozens of models.
     if not config.train_dense:
-        # Before candidates are fitted to budgets, which counts dozens of models.
         with naming_dense():
             dense.check_weights()
+    # A study that goes on may have trained its models.
+    if config.tune and not Path(config.output).exists():
+        files_of(tuned.data, "train")
+    kind = study_kind(config.kind)
+    # Images that cannot be read leave the folder free.
+    facts = kind.describe(dense, tuned if config.tune else dense)
     runner = Runner(config.processes, progress)
     # Counting dozens of models may take a minute, in which nothing else is said.
     runner.say("making the models that are compared, and counting their FLOPs")
     comparison = comparison_from(config, dense, tuned)
     runs = comparison.checked_runs()
     check_following(config)
-    return _compared(Study(study_kind(config.kind), comparison, config), runs, runner, command)
+    return _compared(Study(kind, comparison, config), runs, facts, runner, command)
 
 
 def check_following(config: StudyConfig) -> None:
@@ -83,7 +90,7 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(item)
 
 
-def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -> StudyResult:
+def _compared(study: Study, runs: Sequence[Run], facts: Facts, runner: Runner, command: str) -> StudyResult:
     """Do the runs of a study, and write what is known after each."""
     comparison = study.comparison
     # Controls without a series are compared with, and are no rows of the table.
@@ -91,8 +98,6 @@ def _compared(study: Study, runs: Sequence[Run], runner: Runner, command: str) -
     # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
     store = Store(make_folder(comparison.folder) / STORE)
     question = question_of(study.config.evaluation, runs)
-    # First: images that cannot be read leave the folder free.
-    facts = study.kind.describe(study)
     question.begin(comparison.folder)
     rates = _rates_of(study)
     models = compared_models(comparison, runs)

@@ -1047,6 +1047,43 @@ def test_a_study_of_weights_of_another_size_is_told_both_keys_at_once(tmp_path: 
         comparison_of(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"dense": {"model": {"args": {"num_classes": 4}}}}, "it has 3 classes, the model 4: "),
+        ({"dense": {"model": {"args": {"img_size": 30}}, "data": {"image_size": 30}}}, "a multiple, such as 32$"),
+        ({"dense": {"data": {"val_split": "few"}}}, "the data names 2 classes, .*, and the model has 3 outputs"),
+        ({"dense": {"data": {"val_split": "broken"}}}, "image of 1 bytes cannot be decoded"),
+        ({"dense": {"data": {"root": "nowhere"}}}, "data.root='nowhere' is no folder"),
+        ({"tune": True}, "has no folder for the split 'train'; it has: broken, few, val"),
+    ],
+)
+def test_what_does_not_fit_the_dense_model_is_refused_before_others_are_made(
+    changes: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for split, labels in {"val": 3, "few": 2, "broken": 3}.items():
+        for label in range(labels):
+            folder = tmp_path / f"images/{split}/{label}"
+            folder.mkdir(parents=True)
+            Image.effect_noise((32, 32), 80).save(folder / "0.png")
+    (tmp_path / "images/broken/0/0.png").write_text("x")
+    size = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2}
+    args = {**size, "num_classes": 3}
+    save_file(timm.create_model(SMALL, **args).state_dict(), tmp_path / "weights.safetensors")
+    model = {"args": args, "checkpoint": str(tmp_path / "weights.safetensors")}
+    own = {"dense": {"model": model, "data": {"root": str(tmp_path / "images"), "image_size": 32}}}
+    fields = merged({**read_yaml("my-model"), "output": str(tmp_path / "study")}, merged(own, changes))
+    monkeypatch.setattr("mmod.studies.study.comparison_from", lambda *_: pytest.fail("models were made"))
+    with pytest.raises(ValueError, match=told):
+        run_study(from_plain(ImageStudyConfig, fields))
+    assert capsys.readouterr().err == ""
+    assert not (tmp_path / "study").exists()
+
+
 def test_data_that_another_key_replaces_are_not_asked_for() -> None:
     missing = {"dense": {"data": {"source": "folder", "root": "nowhere"}}}
     with pytest.raises(ValueError, match="nowhere"):
