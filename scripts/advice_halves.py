@@ -200,7 +200,7 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
     part, stack = find_part(model)
     with torch.no_grad():
         samples = Images(model, part, stack.prefix, pixels, None, BATCH_SIZE)
-        right = samples.dense_NRF[:, 0].argmax(-1).numpy() == labels[look_order(len(labels)).numpy()]
+        right = samples.dense_outputs()[:, 0].argmax(-1).numpy() == labels[look_order(len(labels)).numpy()]
         print(f"dense: {100 * float(right.mean()):.1f} % right")
         candidates, unfitted = image_candidates(model, part, BLOCKS, samples.pixels[:1], samples.patches)
         entrants, refused = changed_models(model, samples, BLOCKS, candidates)

@@ -20,11 +20,11 @@ from mmod.analysis.counting import by_data, meta_copy, pass_flops
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
-from mmod.analysis.table import Measured
+from mmod.analysis.table import DENSE, Measured, rows_once
 from mmod.analysis.timing import DRAWS, PASSES, Reading, reading_of
 from mmod.analysis.tracing import trace
 from mmod.io.jobs import Callback
-from mmod.io.store import fingerprint
+from mmod.io.store import Store, fingerprint
 from mmod.planning.candidate import MEASURES, ImageSize, Measure
 from mmod.planning.divergence import PromptBatch, compared, outputs, real_tokens
 from mmod.planning.early import BATCH
@@ -73,15 +73,13 @@ class Images:
         measure: How outputs are compared.
         part: The part of the model that is made cheaper.
         read: What stands for the samples alone, in a question of advice.
-        identity: The model and the samples, as a store knows them; their dense outputs and labels stand for them.
+        identity: The model and the samples, as a store knows them; dense outputs of the first ones stand for the model.
         first: Number of samples of the first look.
         batch_size: Samples of a timed batch.
         has_labels: Whether accuracy is evaluated.
         classes: Number of classes that the model chooses from; None without labels.
         note: What is said of the samples in the report.
     """
-
-    note = ""
 
     def __init__(
         self,
@@ -92,8 +90,10 @@ class Images:
         labels: Tensor | None,
         batch_size: int,
         measure: Measure | None = None,
-        callback: Callback = lambda share: None,
+        store: Store | None = None,
     ) -> None:
+        self._dense = model
+        self._store = store or Store()
         self.part = part
         self.prefix = prefix
         order_N = look_order(len(pixels)).to(pixels.device)
@@ -111,29 +111,30 @@ class Images:
         try:
             # Of the dense model: outputs on other grids are brought to this one.
             with watch_grid(model) as seen:
-                self.dense_NRF = self._outputs(model, 0, len(pixels), callback)
+                self._dense_NRF = self._outputs(model, 0, _AT_ONCE)
         # As hosts refuse sizes of images.
         except (RuntimeError, AssertionError) as error:
             shape = tuple(pixels.shape)
             raise ValueError(f"this {type(model).__name__} cannot run on images of shape {shape}: {error}") from error
-        self.measure = _measure_of(model, self.dense_NRF, facts.classes, labels is not None, measure)
+        returned = self._dense_NRF.shape[2]
+        self.measure = _measure_of(model, self._dense_NRF, facts.classes, labels is not None, measure)
         self.labels = labels if self.measure == AGREEMENT else None
         self.has_labels = self.labels is not None
+        notes = []
         if labels is not None and not self.has_labels:
-            self.note = "Labels are not used, because the model has no classes."
-            if measure is not None:
-                self.note = f"Labels are not used for the {self.measure}."
-        elif labels is not None and int(labels.max()) >= self.dense_NRF.shape[2]:
+            why = ", because the model has no classes" if measure is None else f" for the {self.measure}"
+            notes.append(f"Labels are not used{why}.")
+        elif labels is not None and int(labels.max()) >= returned:
             raise ValueError(
-                f"the labels reach {int(labels.max())}, and this {type(model).__name__} returns "
-                f"{self.dense_NRF.shape[2]} numbers for an image: pass images without labels to compare its outputs"
+                f"the labels reach {int(labels.max())}, and this {type(model).__name__} returns {returned} numbers for "
+                "an image: pass images without labels to compare its outputs"
             )
-        told = [self.dense_NRF]
-        self.classes = None
-        if self.labels is not None:
-            self.classes = self.dense_NRF.shape[2]
-            told.append(self.labels)
-        self.identity = _identity(model, part, len(pixels), fingerprint(*told))
+        if batch_size > len(pixels):
+            notes.append(f"The timed batches of {batch_size} repeat the {len(pixels)} images.")
+        self.note = " ".join(notes)
+        self.classes = returned if self.has_labels else None
+        self.identity = _identity(model, part, len(pixels), fingerprint(self._dense_NRF))
+        self.identity["read"] = self.read
         if measure is not None:
             # The same outputs may be compared in several ways.
             self.identity["measure"] = measure
@@ -186,7 +187,7 @@ class Images:
     def check(self, model: nn.Module) -> None:
         """Run a model on one image; raises a ValueError where it cannot be run, or answers in another form."""
         given = outputs(model, self.pixels[:1].to(self.device), self.part).shape[-1]
-        wanted = self.dense_NRF.shape[2]
+        wanted = self._dense_NRF.shape[2]
         if given != wanted:
             raise ValueError(f"it returns {given} numbers, and the dense model {wanted}")
 
@@ -222,12 +223,21 @@ class Images:
         return self._compared(model, self._outputs(model, start, stop, callback), start)
 
     def evaluate_dense(self, model: nn.Module, callback: Callback = lambda share: None) -> Measured:
-        """Return the same of the dense model on all images, whose outputs are known."""
-        return self._compared(model, self.dense_NRF, 0)
+        """Return the same of the dense model on all images."""
+        identity = {**self.identity, "candidate": DENSE}
+        return rows_once(self._store, identity, lambda: self._compared(model, self.dense_outputs(callback), 0))
+
+    def dense_outputs(self, callback: Callback = lambda share: None) -> Tensor:
+        """Return the dense model's outputs for all images; what a store has needs those of the first ones alone."""
+        known = len(self._dense_NRF)
+        if known < len(self):
+            others_NRF = self._outputs(self._dense, known, len(self), callback)
+            self._dense_NRF = torch.cat([self._dense_NRF, others_NRF])
+        return self._dense_NRF
 
     def _compared(self, model: nn.Module, changed_NRF: Tensor, start: int) -> Measured:
         stop = start + len(changed_NRF)
-        dense_NRF = self.dense_NRF[start:stop].float()
+        dense_NRF = self.dense_outputs()[start:stop].float()
         changed_NRF = changed_NRF.float()
         if changed_NRF.shape[1] != dense_NRF.shape[1]:
             with watch_grid(model) as seen:

@@ -172,6 +172,7 @@ def advise(
     with stages, in_mode(False, model), torch.no_grad():
         stages.expect(_most_work(images, batch_size, faster))
         stages.begin("dense model", images)
+        results = Store(store)
         if stack.language:
             samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store, stages.update)
             if at_size is not None:
@@ -180,14 +181,13 @@ def advise(
                 chosen = [*chosen, *smaller]
         else:
             given = first_images(batches, images)
-            samples = Images(model, part, stack.prefix, *given, batch_size, measure, stages.update)
+            samples = Images(model, part, stack.prefix, *given, batch_size, measure, results)
             stages.begin("fitting to FLOPs", _FITTING)
             if candidates is None:
                 image = samples.pixels[:1].to(samples.device)
                 chosen, unfitted = image_candidates(model, part, depth, image, samples.patches, faster)
             else:
                 chosen = candidates
-        results = Store(store)
         question = {
             "candidates": {candidate.name: candidate.code(part, is_only) for candidate in chosen},
             "batch_size": samples.batch_size,
@@ -247,7 +247,7 @@ def _most_work(samples: int, batch_size: int, faster: float | None) -> float:
     timed = 2 * ROUNDS * batch_size
     if faster is None:
         return samples + _CANDIDATES * (samples + timed)
-    return 2 * samples + _NEAR * (FIRST_LOOK + timed)
+    return samples + _NEAR * (FIRST_LOOK + timed)
 
 
 def _compared(

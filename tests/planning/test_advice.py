@@ -706,6 +706,49 @@ def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..
     assert "The images: 50 % of patches flat" in str(advice)
 
 
+def test_a_finished_answer_runs_the_dense_model_on_its_first_images_alone(
+    clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({})
+    run = samples.outputs
+    sizes: list[int] = []
+
+    def counted(model: nn.Module, images: Tensor, part: str) -> Tensor:
+        sizes.append(len(images))
+        return run(model, images, part)
+
+    monkeypatch.setattr(samples, "outputs", counted)
+    images = pictures(48)
+    labels = torch.arange(48) % 3
+    tried = [Candidate("norm", routing={"router": "norm"})]
+    options: dict[str, Any] = {"batch_size": 2, "folder": tmp_path, "progress": False, "candidates": tried}
+    advice = mmod.advise(make(), [(images, labels)], **options)
+    # Both models on all, and a first trial of the changed one.
+    assert sum(sizes) == 2 * 48 + 1
+    sizes.clear()
+    assert mmod.advise(make(), [(images, labels)], **options) == advice
+    assert sum(sizes) == 32 + 1
+    # What stands behind the first images is part of the question too.
+    others = images.clone()
+    others[-1] = others[-1].flip(-1) + 0.1
+    labels = labels.clone()
+    for changed in ((others, labels), (images, torch.cat([labels[:-1], labels[:1]]))):
+        with pytest.raises(FileExistsError, match="differs in samples: remove"):
+            mmod.advise(make(), [changed], **options)
+    turned = make()
+    turned.head.weight.data[0] *= 1.1
+    with pytest.raises(FileExistsError, match="differs in model: remove"):
+        mmod.advise(turned, [(images, labels)], **options)
+
+
+def test_a_batch_of_more_images_than_there_are_is_told(clock: Callable[..., None]) -> None:
+    clock({})
+    options: dict[str, Any] = {"progress": False, "candidates": [Candidate("norm", routing={"router": "norm"})]}
+    told = "The timed batches of 5 repeat the 4 images."
+    assert told in str(mmod.advise(make(), [pictures(4)], batch_size=5, **options))
+    assert "repeat" not in str(mmod.advise(make(), [pictures(4)], batch_size=4, **options))
+
+
 def test_a_killed_call_goes_on_and_another_finds_its_own(
     clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1170,7 +1213,7 @@ def test_a_wanted_speed_takes_few_passes_and_shows_life(
     model = make(num_classes=1000)
     images = pictures(256)
     advice = trials.advise(model, [images], batch_size=batch_size, faster=1.4)
-    assert passes.pop("dense model") == len(images)
+    assert passes.pop("dense model") + passes.pop("answers of the dense model") == len(images)
     # Each is tried on one.
     checked = passes.pop("fitting to FLOPs")
     assert checked <= 25
