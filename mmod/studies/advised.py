@@ -205,18 +205,17 @@ def read_images(
     if source.classes is None and classes and known:
         unused = f"Labels are not used: some images are in no class folder, beside {some_names(source.names)}."
         return images, " ".join([unused, *notes])
-    if classes > 1 and known and source.classes is not None and source.classes.given:
+    if classes < 2 or not known:
+        return images, " ".join(notes)
+    if source.classes is not None and source.classes.given:
         if not source.classes.is_plain:
             notes.append(f"{source.classes}.")
-        return (images, labels), " ".join(notes)
-    if classes > 1 and classes == known and not opened.is_run:
-        return (images, labels), " ".join(notes)
-    if classes > 1 and known:
+    elif classes != known or opened.is_run:
         others = " of other names" if opened.is_run else ""
-        # It decides what is measured.
-        notes.insert(
-            0,
+        # First, since it decides what is measured.
+        unused = (
             f"Labels are not used: the images are in {classes} folders ({some_names(source.names)}), and the model has "
-            f"{known} classes{others}.",
+            f"{known} classes{others}."
         )
-    return images, " ".join(notes)
+        return images, " ".join([unused, *notes])
+    return (images, labels), " ".join(notes)
