@@ -169,8 +169,8 @@ def describe(model: nn.Module, architecture: str | Mapping[str, object] | None =
         )
     if isinstance(model, FeatureGetterNet):
         raise ValueError(
-            "cannot save this FeatureGetterNet, which features_only=True made: save the model in it, made and routed "
-            "without features_only, and load it back inside, features.model = mmod.load_pretrained(folder)"
+            "cannot save this FeatureGetterNet, which features_only=True made: create and route its model without "
+            "features_only, save that, and load it back inside, features.model = mmod.load_pretrained(folder)"
         )
     cfg = filter_pretrained_cfg(dict(vars(model)["pretrained_cfg"]), remove_source=True, remove_null=True)
     cfg.pop("state_dict", None)

@@ -80,7 +80,7 @@ def _padded(values: Tensor, routing: Routing) -> Tensor:
         return values
     if valid_BK is None or values.shape[:2] != (1, int(valid_BK.sum())):
         raise ValueError(
-            f"values of shape {tuple(values.shape)} are none of {slots[1]} kept tokens of {slots[0]} images, nor of "
+            f"values of shape {tuple(values.shape)} fit neither the {slots[1]} kept tokens of {slots[0]} images nor "
             f"all {routing.score_BN.shape[1]}: take the decision of the same block and forward pass"
         )
     rows_T = valid_BK.flatten().nonzero().squeeze(1)

@@ -186,7 +186,7 @@ def describe(model: DescribedModel) -> dict[str, object]:
     if group_reader(model) is None and any(block.mod_state.call.decodes for block in routed):
         raise ValueError(
             f"cannot save this {type(model).__name__} alone: the model around it determines the tokens that its routed "
-            "layers may skip. Save the full model, or call mmod.unroute_ on that first"
+            "layers may skip. Save the full model, or call mmod.unroute_ on it first"
         )
     _check_depth(model)
     methods = [method.with_settings_of(model).to_dict() for method in model.mod_state]

@@ -111,7 +111,7 @@ def _number_classes(
     if names:
         if dataset.info.builder_name == "imagefolder" and Path(reader).is_dir():
             raise ValueError(
-                f"{reader!r} is a folder of class folders, of which `datasets` takes the innermost for classes: "
+                f"{reader!r} is a folder of class folders, and `datasets` takes the innermost folders for classes: "
                 "read it by data.source: folder"
             )
         raw = {name: number for number, name in enumerate(names)}

@@ -41,8 +41,8 @@ def check_input(opened: Opened, data: DataConfig, pretrained: bool) -> None:
     pool = getattr(model, "global_pool", None)
     if (data.label_patch is not None) != (pool == ""):
         raise ValueError(
-            f"data.label_patch is {data.label_patch} and the model's global_pool {pool!r}: a model that pools answers "
-            "images, one with model.args.global_pool '' patches"
+            f"data.label_patch is {data.label_patch} and the model's global_pool {pool!r}: set model.args.global_pool "
+            "to '' for labels of patches, and to a pooling for labels of images"
         )
     # Those of timm's models inside are described as timm does it.
     has_processor = find_library(model) == "transformers" and not hasattr(model, "timm_model")

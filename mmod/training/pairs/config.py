@@ -115,7 +115,7 @@ class TrainConfig(LoopConfig):
         trains_on_ours = any(source.startswith("scenes:") for source in sources)
         if self.data.val == embedded.val and not trains_on_ours:
             raise ValueError(
-                f"data.val is {embedded.val!r}, by which a model of {self.data.train!r} would be evaluated: set it to "
+                f"data.val is {embedded.val!r}, which says little of a model trained on {self.data.train!r}: set it to "
                 "pairs of yours"
             )
         kind = (self.zero_shot or "scenes").partition(":")[0]
