@@ -214,7 +214,7 @@ def unroute_(model: Model) -> Model:
     """Undo routing only: routers are removed, blocks get their host's classes, other methods stay.
 
     Raises:
-        ValueError: Nothing in it is routed.
+        ValueError: Nothing in the model is routed.
 
     Example:
         >>> import timm
@@ -233,7 +233,7 @@ def freeze_dense_(model: Model) -> Model:
     """Freeze all parameters of a routed model, possibly wrapped, but the routers'; `requires_grad_(True)` undoes it.
 
     Raises:
-        ValueError: Nothing in it is routed, or its routers have no parameters.
+        ValueError: Nothing in the model is routed, or its routers have no parameters.
 
     Source: Router-Tuning, He et al., arXiv 2410.13184.
 

@@ -48,8 +48,8 @@ class Tokens:
     Args:
         blocks: Name of the list of blocks, such as "encoder.layers"; empty for the list with the most weights.
         prefix: Number of leading tokens that are always kept; None for those that no image changes.
-        example: What the model's forward takes: a tensor, a tuple, or a mapping of arguments by name. Of images, its
-            first argument, the shape counts; None tries common shapes.
+        example: What the model's forward takes: a tensor, a tuple, or a mapping of arguments by name. Images
+            come first, and only their shape counts; None tries common shapes.
 
     Example:
         >>> import torch, mmod

@@ -75,8 +75,8 @@ def flops(
 
     Args:
         model: A model of a supported library or a part of one, such as `clip.visual`, routed or dense; it stays
-            unchanged. With methods for training alone, what it costs in its mode is counted. A model without blocks
-            that can be routed, such as a ResNet, is counted as a whole.
+            unchanged. Methods for training alone count in training mode only. A model without blocks that can be
+            routed, such as a ResNet, is counted as a whole.
         input_size: Height and width of the image, channels in front of them if they are not the model's, or one number
             for a square. Or the model's arguments by name: `{"text": ids}` counts the text tower of a CLIP model; they
             are also the example by which blocks of your own model are found. Or the `Prompt` of a language model, as

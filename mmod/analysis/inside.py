@@ -23,8 +23,8 @@ def to_all_tokens(values: Tensor, routing: Routing, *, attention: bool = False) 
     Args:
         values: Inputs, outputs or gradients of a module in the block (B, K, ...), or packed (1, T, ...); or attention
             maps (B, H, K, K), with `context="all"` (B, H, K, N), or without heads.
-        routing: The block's decision in the same forward pass, see `mmod.trace`. With `before="mlp"` a block decides
-            after its attention, which runs on what the block before keeps: pass that one's decision for attention.
+        routing: The block's decision in the same forward pass, see `mmod.trace`. With `before="mlp"`, attention runs
+            on the tokens that the previous block keeps: pass that block's decision for attention.
         attention: The values are attention maps.
 
     Returns:

@@ -35,8 +35,8 @@ class DecisionContext:
         free_BN: True where a token may be skipped (B, N).
         partner: The learned decision on another image for each image, over tokens that may be skipped.
         frequency_F: How often the router keeps a token, by its index among tokens that may be skipped, in [0, 1].
-        reference: By name of a condition that needs the dense model, the mean attention that tokens receive in the same
-            block of that model, and its entropy at every token (B, N).
+        reference: What the dense model adds, by name of the condition: the mean attention that tokens receive in the
+            same block, and the entropy at every token (B, N).
     """
 
     block: str

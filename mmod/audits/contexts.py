@@ -59,7 +59,7 @@ class Comparisons(Checked):
             into strata by difficulty.
         baselines: Other models by name, such as early exit at the same budget, on all samples and by stratum.
         others: Further sets of batches by name, on which the learned choice is compared with the random one.
-        shifts: Corruptions by name, by which the audited set makes further sets. Each is a function from images
+        shifts: Corruptions by name; each makes a further set of the audited one. It is a function from images
             (B, C, H, W) and their numbers in the set to images of the same size. `mmod.audits.SHIFTS` is a mapping of
             four: "noise", "blur", "low resolution" and "clutter".
         positions_from: Batches of a training set on which "mean mask" is computed; None for the audited ones.

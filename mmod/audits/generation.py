@@ -82,7 +82,7 @@ def evaluate_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 
     """Compare the decisions of generation, token by token, with the top-k of training: how often do they agree?
 
     Both are compared on given texts, and on what the model writes after the first window of each. The top-k is taken
-    within each window, as in training, of the scores that the decisions of generation lead to.
+    within each window, as in training. Its scores are those of a pass that decides as generation does.
 
     Args:
         model: A routed language model of transformers, in evaluation mode, with an `inference_threshold`.

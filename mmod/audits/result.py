@@ -94,7 +94,7 @@ class Audit:
         verdict: The same in sentences, with what its choice is worth and what a fixed position would reach on the data.
         strata: The learned choice against the random one by stratum.
         baselines: The model against baselines, on all images and by stratum.
-        influence: What decides which patches are kept where content is moved; None without a known grid of patches.
+        influence: Shares of the choice that content and position explain; None without a known grid of patches.
     """
 
     images: int

@@ -118,7 +118,7 @@ class BlockCall(Protocol):
         decodes: The block is a decoder layer, and some of its calls run all tokens.
         masks_always: `masks` says something even if the block gets the tokens alone.
         narrows_always: `select_tokens` is needed for kept tokens even if the block gets the tokens alone.
-        cross: Numbers of the block's calls of attention whose keys are other than its tokens, in their order.
+        cross: The block's calls of attention, numbered in order, whose keys are not the block's tokens.
         shell: Classes around a method's mixin that give the host's block the interface that methods expect.
     """
 
@@ -160,9 +160,9 @@ class BlockCall(Protocol):
         """Return the arguments for the packed rows."""
 
     def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> Arguments:
-        """Return the arguments for the kept tokens, or for all tokens of a block with a cache without a decision.
+        """Return the arguments for the kept tokens, or without a decision for all tokens of a block with a cache.
 
-        Called for a block without a cache if it has arguments, `narrows_always`, or a slot is empty or a group.
+        Without a cache, it is called only if there are arguments, `narrows_always`, or a slot is empty or a group.
         """
 
     def attend_to_all(
@@ -174,7 +174,7 @@ class BlockCall(Protocol):
         z_BKD: Tensor,
         routing: Routing,
     ) -> Any:
-        """Return what the host's forward, of the block or its attention, makes of kept tokens that attend to all."""
+        """Return the output of the host's forward, of a block or attention, for kept tokens that attend to all."""
 
     def begin_update(
         self,
@@ -196,7 +196,7 @@ class BlockCall(Protocol):
         return
 
     def begin_whole(self, args: tuple[object, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
-        """Open the cache, and return the arguments by name if all tokens run, which the cache is told; else None."""
+        """Open the cache; if all tokens run, announce them to it and return the arguments by name, else None."""
         return None
 
     def whole(self, arguments: Arguments, x_BND: Tensor) -> Arguments:

@@ -172,7 +172,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
 
 class SpannedBlock(RoutedBlock):
-    """Mixin of a routed block that does not decide alone, in one step.
+    """Mixin of a routed block that shares decisions, decides in two steps, or sometimes runs all tokens.
 
     A block in a span shares scores, decisions and rows with the blocks around it. Some decide between their attention
     and their MLP. In some calls of a decoder layer all tokens run.
@@ -181,7 +181,7 @@ class SpannedBlock(RoutedBlock):
     mod_title = "Routed"
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Route tokens (B, N, D), or rows that the block before passed on (B, K, D); return the same of the two."""
+        """Route tokens (B, N, D), or rows that the block before passed on (B, K, D); return either."""
         if type(x) is not Tensor and not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
@@ -250,7 +250,7 @@ class SpannedBlock(RoutedBlock):
         return rows.write_back(y)
 
     def mod_gather(self, x: Tensor, arguments: Mapping[str, object], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
-        """Decide as the span does; return its rows, or new ones where none were passed on, and their state."""
+        """Decide, or take the span's decision; return the rows, passed on or new, and their hidden states."""
         state = self.mod_state
         if span_pass is None:
             alone = state.execution.make_rows(self, x, arguments, self.mod_decide(x, arguments))

@@ -279,8 +279,8 @@ def presets(part: str | None = None, needs_training: bool | None = None) -> Pres
 
     Args:
         part: Those for models of "image" or for "language" models alone; None for all.
-        needs_training: Whether their routers have weights, which start random, or they are for training alone; None for
-            both.
+        needs_training: True for those that have router weights or are for training alone, False for the others; None
+            for all.
 
     Example:
         >>> "gradual" in presets("image", needs_training=False), "mod" in presets("image", needs_training=False)

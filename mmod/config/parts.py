@@ -360,9 +360,9 @@ class WithImportance(Score):
             - "mean": all queries alike (A-MoD). It differs from "per_viewer" only where queries see different keys.
             - "class_token": the class token's (EViT).
             - "last_token", for language models: the last one of each prompt (FastV, arXiv 2403.06764).
-            - "vision_tower", for image tokens: those of the vision tower, where there is a class token only its own
-              (VisionZip, arXiv 2412.04467). Each token must be made of patches of its own, whose mean it has. All
-              layers of the language model can be routed then.
+            - "vision_tower", for image tokens: those of the vision tower, or its class token's alone if it has one
+              (VisionZip, arXiv 2412.04467). An image token has the mean importance of its patches, and no other token
+              may stand for them. All layers of the language model can be routed then.
     """
 
     importance: Importance = "per_viewer"

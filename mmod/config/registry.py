@@ -157,7 +157,7 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
 
 
 def register_preset(name: str) -> Callable[[Registered], Registered]:
-    """Return a decorator that lets `mmod.preset` and configs name a preset by a name that is free.
+    """Return a decorator that registers a preset under a new name, for `mmod.preset` and configs.
 
     Example:
         >>> @register_preset("half-norm")

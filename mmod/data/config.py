@@ -108,8 +108,8 @@ class DataConfig(StreamConfig, SourceConfig):
         val_limit: Number of evaluation images, drawn in the same way.
         image_size: Side of an image, in pixels.
         channels: 1 (grey) or 3 (RGB).
-        mean: Mean per channel. None takes what the model that a run starts from wants, which the run records: that of
-            its own run or saved folder, else timm's for its name. Embedded sets have their own, and grey images 0.5.
+        mean: Mean per channel. None takes the mean of the starting model, and the run records it: that of the model's
+            run or saved folder, else timm's for its name. Embedded sets have their own, and grey images 0.5.
         std: Standard deviation per channel, of pixels in [0, 1]; None as for `mean`.
         augment: Augmentation of training images; None resizes and crops them as for evaluation.
         crop_pct: Share of the resized image that the evaluation crop keeps; None as for `mean`, 0.875 for grey images.

@@ -157,7 +157,7 @@ class Method(Checked, ABC, group="method"):
         return model
 
     def caution(self, model: nn.Module) -> str:
-        """Return what a user hardly means, of a model that the method was applied to; empty for nothing."""
+        """Return a warning about a changed model that is hardly what the user means; empty for none."""
         return ""
 
     def joined(self, earlier: tuple[Method, ...]) -> tuple[Method, ...]:
@@ -408,7 +408,7 @@ def undo_(model: Model) -> Model:
     A dense model stays as it is.
 
     Raises:
-        ValueError: It is a part of a changed model.
+        ValueError: The model is a part of a changed one.
 
     Example:
         >>> import timm, mmod

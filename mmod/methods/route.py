@@ -268,7 +268,7 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
     """Return the routed blocks of a model, possibly wrapped or compiled, by their module names, in order.
 
     Raises:
-        ValueError: Nothing in it is routed.
+        ValueError: Nothing in the model is routed.
 
     Example:
         >>> import timm, mmod
@@ -347,7 +347,7 @@ def capacities(model: nn.Module) -> dict[str, float]:
     """Return the capacity of every routed block by module name.
 
     Raises:
-        ValueError: Nothing in it is routed.
+        ValueError: Nothing in the model is routed.
     """
     return {name: float(block.router.capacity) for name, block in routed_blocks(model).items()}
 
@@ -395,7 +395,7 @@ def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
         part: Name of the part, needed if parts were routed differently.
 
     Raises:
-        ValueError: Nothing in it is routed, no such part is, or parts differ and none is named.
+        ValueError: Nothing in the model is routed, the named part is not, or parts differ and none is named.
     """
     configs = routing_configs(model)
     if part is not None and part not in configs:

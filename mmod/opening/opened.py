@@ -99,8 +99,8 @@ class Opened(NamedTuple):
         sentence: What was opened: the model, its weights, and the methods that changed it.
         prepare: Returns `preprocessing`; processors of transformers are read when they are needed. None where the model
             does not say how its inputs are prepared.
-        classes: Number of each class by name; None where the names are not known.
-        is_run: Whether the classes are those of a training run, which images of other classes do not have.
+        classes: Index of each class by name; None where the names are not known.
+        is_run: Whether the classes are those of a training run: images of other class names then have no labels.
     """
 
     model: nn.Module
@@ -111,13 +111,13 @@ class Opened(NamedTuple):
 
     @property
     def preprocessing(self) -> Any:
-        """The `Preprocessing` of images, or of a model that reads text its processor; a ValueError if unknown."""
+        """The `Preprocessing` of images, or the processor of a model that reads text; a ValueError if unknown."""
         if self.prepare is None:
             raise ValueError(f"the {type(self.model).__name__} does not say how its inputs are prepared")
         return self.prepare()
 
     def prepared(self, source: str) -> Opened:
-        """Return it with another source of its preprocessing, as in "of the run"."""
+        """Return a copy whose preprocessing names another source, such as "of the run"."""
         return self._replace(prepare=lambda: dataclasses.replace(self.preprocessing, source=source))
 
     @property

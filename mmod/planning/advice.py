@@ -127,7 +127,7 @@ class Advice:
 
     @property
     def recommendations(self) -> list[Recommendation]:
-        """What to use in batches, which the sentence is about, and where it was timed, for single images."""
+        """What to use in batches, as `sentence` says, and for single images if these were timed."""
         found = [self._recommendation(self.batch_size, self.rows)]
         # Few candidates are tried for a wanted speed, which is that of batches.
         if self.faster is None and self.rows and ALONE in self.rows[0].speedups:
@@ -141,10 +141,10 @@ class Advice:
 
     @property
     def best(self) -> AdviceRow | None:
-        """The fastest candidate within the tolerance by its whole interval, or one as fast that loses less.
+        """The fastest candidate whose whole interval is within the tolerance, or one as fast that loses less.
 
-        None if the dense model is. Where a speed-up is wanted, the candidate that reaches it, within the noise, and has
-        the best worse end of its interval.
+        None means the dense model. With `faster`, it is the candidate whose interval has the best lower end, among
+        those that reach that speed-up within the noise.
         """
         recommendation = self.recommendations[0]
         if self.faster is None:
@@ -153,7 +153,7 @@ class Advice:
 
     @property
     def undecided(self) -> tuple[AdviceRow, ...]:
-        """Candidates on the front whose interval holds the tolerance, and that are faster than any within it."""
+        """Candidates on the front that may be within the tolerance, and are faster than all that surely are."""
         return tuple(self.recommendations[0].undecided)
 
     @property
@@ -432,7 +432,7 @@ class Advice:
 
     @name_missing_extra()
     def plot(self, path: str | Path, overwrite: bool = False) -> None:
-        """Draw the `metric` over speed-up; the front, which a line joins, and what the advice names have names."""
+        """Draw the `metric` over speed-up, with a line along the front; its points and the advised are labelled."""
         from mmod.analysis.fronts import Fronts, Mark
         from mmod.analysis.style import FAINT, new_figure, save_figure, tidy
 

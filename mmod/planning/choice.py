@@ -171,7 +171,7 @@ class Recommendation:
 
     @property
     def undecided(self) -> list[AdviceRow]:
-        """The models whose interval holds the tolerance, and that are faster than any within it.
+        """The models that may be within the tolerance, and are faster than all that surely are.
 
         What a model as fast beats in both mean and worse end, or is hardly faster, would not change the choice.
         """

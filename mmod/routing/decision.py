@@ -215,7 +215,7 @@ class Routing(NamedTuple):
         tokens: Which tokens are padding, and which may be skipped.
         importance_BN: Importance of the tokens, where it was computed (B, N).
         predicted_BN: Logits of the network that predicts the kept tokens, if there is one (B, N).
-        rule: What the router decided by; None for what no router decided.
+        rule: What the router decided by; None if no router decided.
     """
 
     kept: Kept
@@ -239,12 +239,12 @@ class Routing(NamedTuple):
 
     @property
     def logit_BN(self) -> Tensor:
-        """Logits that decide about a token alone: predicted ones, or else the scores (B, N)."""
+        """Logits that decide each token independently: predicted ones, or else the scores (B, N)."""
         return self.score_BN if self.predicted_BN is None else self.predicted_BN
 
     @property
     def counted_BN(self) -> Tensor:
-        """True at the tokens of which a share is kept (B, N)."""
+        """True at the tokens that capacities and kept shares refer to (B, N)."""
         return self.tokens.counted(self.score_BN)
 
     def free(self, prefix: int) -> Tensor:

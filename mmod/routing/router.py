@@ -122,7 +122,7 @@ class Router(nn.Module):
         Args:
             x_BND: The tokens to score, the block's input or a norm of it (B, N, D).
             importance_BN: Importance in the preceding dense block (B, N), required by "attention"; or the scores that
-                the first block of a span computed for all.
+                the first block of a span computed for all its blocks.
             tokens: `TokenMasks`, `TokenGroups` in a language model, or None for images without padding.
             earlier: The previous decision, if the router selects among the tokens that it keeps; `x_BND` are then its
                 rows (B, K, D). Tokens merged into a token that is now dropped move with it.

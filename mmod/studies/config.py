@@ -58,8 +58,8 @@ class StudyConfig(Checked):
         output: Folder of runs, table and pictures. A stopped study resumes there, and another one is refused. Empty is
             `runs/tradeoff/` with the last two parts of the path or name of the dense model, or of its run, without a
             file's ending, and "-tuned" where models are fine-tuned.
-        dense: Training config of the dense model: a YAML file, its fields, or a run folder, whose final model and data
-            it is then; or one of these as `base` with the keys that differ. The study sets its `output` and `seed`;
+        dense: Training config of the dense model: a YAML file, its fields, or a run folder, for its final model and
+            data; or one of these as `base`, with the keys that differ. The study sets its `output` and `seed`;
             `routing` and `methods` are those of series.
         routers: The routing of each series by its name, at every capacity: fields of `RoutingConfig`, `preset: NAME`
             with changes, or `plan: FILE` with other fields. It may also have
@@ -82,7 +82,7 @@ class StudyConfig(Checked):
         tune: Fine-tune all models, the dense one like the others; "others" leaves the dense one as it is, and False
             evaluates routed models without training.
         before: Also evaluate models before they are fine-tuned.
-        tolerance: What may be lost of the dense score, 0.02 are 2 points, whatever the dense model has. Another one
+        tolerance: What may be lost of the dense score, in points and not relative to it: 0.02 are 2 points. A change
             measures nothing again.
         seeds: Number of seeds; all runs are repeated with every seed. A study that trains nothing has one.
         processes: Parallel runs, in processes of one thread; 1 runs them in this process.

@@ -17,11 +17,11 @@ class IsoflopConfig(Checked):
     best of `rates` with a further seed, whose results are not reported.
 
     Args:
-        output: The study's folder; its runs, table and picture go there. A study goes on where it stopped,
-            and its table is replaced by none of other sizes, budgets, routings or rates; it may grow.
+        output: The study's folder; its runs, table and picture go there. A stopped study resumes there, and may get
+            more sizes, budgets, routings and seeds; without the earlier ones or at other rates, it is refused.
         dense: Training config of the dense model, a YAML file; the study sets `output`, `seed`, `routing`, `optim.lr`
-            and `epoch_steps`. A run has its `epochs`, or up to twice as many where its steps then come nearer to the
-            budget; warm-up takes some of them.
+            and `epoch_steps`. A run has the config's `epochs`, or up to twice as many if its steps then come nearer
+            to the budget; warm-up takes some of them.
         sizes: Name of each size to the fields of `model.config` that differ.
         budgets: FLOPs of a training run: forward and backward passes, with the logits of all tokens.
         routings: Name of a series to its routing, as in a training config; or to `methods:`, and `routing:` where the

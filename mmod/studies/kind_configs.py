@@ -33,8 +33,8 @@ class TimmStudyConfig(StudyConfig):
         baselines: Series without a router, as in `{prune: {0.5: {kind: prune, keep: 0.5}}}`: a name, the capacity of
             the routed models to compare it with, and what makes it. That is a method's `kind` and fields, `kind:
             resolution` with an `image_size`, or `kind: smaller` with changed `args` of the model. A smaller model
-            starts from its `checkpoint`, with which a run needs no `args`. Baselines and series of `routers` may have
-            an `image_size`; baselines take `changes` and `tune` as series do. Smaller models without weights, and
+            starts from its `checkpoint`; if that is a run, it needs no `args`. Baselines and series of `routers` may
+            have an `image_size`; baselines take `changes` and `tune` as series do. Smaller models without weights, and
             methods that cannot use dense ones, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
             null searches none.
@@ -156,9 +156,9 @@ class FeaturesStudyConfig(TimmStudyConfig):
         strengths: Values of scikit-learn's `C` among which the linear classifier chooses by cross-validation; one value
             needs no choice.
         folds: Folds of the cross-validation in a single split.
-        classifier: "each" model has a classifier of its own features. "dense" evaluates cheaper versions of the dense
-            model by its classifier, as they are used without training, so that only tested images run; models of other
-            weights or images still have their own.
+        classifier: "each" fits a classifier on the features of every model. "dense" evaluates cheaper versions of the
+            dense model by the dense classifier, as they are used without training; they run on tested images only.
+            Models of other weights or images still have their own.
     """
 
     kind: Literal["features"] = "features"
