@@ -467,8 +467,9 @@ def _check_plain(state: Mapping[str, Tensor]) -> None:
 def _check_rebuilds(config: _Description, model: nn.Module, state: dict[str, Tensor]) -> None:
     described = brief(config["model"].get("architecture") or config["model"])
     refusal = (
-        f"cannot save this {type(model).__name__}: built again from {described} it has other weights, so it was "
-        "made differently, or parts of it were exchanged or removed since"
+        f"cannot save this {type(model).__name__}: built again from {described} it does not fit, as after a head was "
+        "exchanged. Change it by its library (num_classes, reset_classifier), or save model.state_dict() for a model "
+        "that you make and change alike"
     )
     # On the meta device: names, shapes and settings need no memory.
     with torch.device("meta"), Unfilled():
@@ -477,9 +478,7 @@ def _check_rebuilds(config: _Description, model: nn.Module, state: dict[str, Ten
             apply_again(rebuilt, config)
         except ValueError as error:
             raise ValueError(f"{refusal}: {error}") from error
-    shapes = {name: value.shape for name, value in rebuilt.state_dict().items()}
-    if shapes != {name: value.shape for name, value in state.items()}:
-        raise ValueError(refusal)
+    check_fits(rebuilt.state_dict(), state, refusal)
     # The same weights may belong to another architecture than the caller says, or to a model that was changed since.
     present = _settings(rebuilt)
     wanted = _settings(model)
