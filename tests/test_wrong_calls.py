@@ -124,6 +124,18 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
         r"blocks\.2 and blocks\.3 are one module.* a copy",
     ),
     (lambda m: mmod.apply_(repeated(), Merge(r=2)), ValueError, r"blocks\.2 and blocks\.3 are one module"),
+    (
+        lambda m: mmod.route_(repeated(), mmod.RoutingConfig(blocks=(2,))),
+        ValueError,
+        r"blocks\.2 and blocks\.3 are one module.* a copy",
+    ),
+    (lambda m: mmod.route_(repeated(), "a-mod"), ValueError, r"blocks\.2 and blocks\.3 are one module.* a copy"),
+    (
+        lambda m: mmod.flops(torch.nn.DataParallel(m), 160),
+        ValueError,
+        r"Pass the model inside a wrapper \(model\.module\)",
+    ),
+    (lambda m: mmod.flops(torch.compile(m), 160), ValueError, r"or a compiled one \(model\._orig_mod\)"),
     (lambda m: mmod.save_pretrained(m, None), TypeError, "folder must be a text or a Path, got None"),
     (lambda m: mmod.load_pretrained(None), TypeError, "folder must be a text or a Path, got None"),
     (

@@ -33,8 +33,8 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     if library is None and is_of_torch:
         raise ValueError(
             f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
-            f"{', '.join(ADAPTERS)}, and classes of your own with a list of blocks. Route a model before it is wrapped "
-            "(DistributedDataParallel) or compiled"
+            f"{', '.join(ADAPTERS)}, and classes of your own with a list of blocks. Pass the model inside a "
+            "wrapper (model.module) or a compiled one (model._orig_mod); route it before it is wrapped"
         )
     if library is None:
         parts: dict[str, Part] = {"image": functools.partial(find_blocks, inner)}

@@ -132,9 +132,13 @@ class Method(Checked, ABC, group="method"):
         parts = target.values() if isinstance(target, Mapping) else (target,)
         stacks = [stack for stack in parts if isinstance(stack, BlockStack)]
         with _unchanged_on_error(model):
-            self.change(model, target)
+            try:
+                self.change(model, target)
+            finally:
+                # Also where the change fails at a module that stands twice: this says which, and what to do.
+                for stack in stacks:
+                    _refuse_repeated(stack)
             for stack in stacks:
-                _refuse_repeated(stack)
                 stack.watch_losses(model)
         # One warning for all modules of this application.
         told: set[str] = set()
