@@ -67,7 +67,7 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
     importance_BN = routing.importance_BN
     tokens = routing.tokens
     if importance_BN is None:
-        raise ValueError("the importance loss reads importance, which is computed in training mode only")
+        raise ValueError("the importance loss reads importance of the block in front, which did not run in training")
     if isinstance(tokens, TokenGroups):
         kept = select_within(importance_BN, router.capacity, tokens)
     else:
@@ -85,7 +85,7 @@ def _cross_entropy(logit_BN: Tensor, target_BN: Tensor, routing: Routing, router
 def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
     """Return the mean over counted tokens, or over all for None; 0 without any."""
     if counted_BN is None:
-        return value_BN.mean()
+        return value_BN.mean() if value_BN.numel() else value_BN.sum()
     return torch.where(counted_BN, value_BN, 0.0).sum() / counted_BN.sum().clamp(min=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -171,6 +172,19 @@ def test_a_single_token_is_routed() -> None:
     with torch.no_grad():
         dense = model(images)
         close(mmod.route_(model, RoutingConfig(capacity=0.1))(images), dense, 1e-6)
+
+
+@pytest.mark.parametrize("name", mmod.presets("image"))
+def test_a_batch_without_images_has_the_gradients_of_the_dense_model(name: str) -> None:
+    dense = make_model("vit_tiny_patch16_224", depth=6)
+    model = mmod.route_(copy.deepcopy(dense), name).train()
+    images = make_images("vit_tiny_patch16_224", 0)
+    dense(images).sum().backward()
+    (model(images).sum() + mmod.auxiliary_loss(model)).backward()
+    learned = dict(model.named_parameters())
+    for key, parameter in dense.named_parameters():
+        assert torch.equal(learned[key].grad, parameter.grad), key
+    assert mmod.auxiliary_loss(mmod.undo_(model)) == 0
 
 
 @pytest.mark.parametrize("max_tokens", [None, 3])

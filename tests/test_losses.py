@@ -93,6 +93,8 @@ def test_importance_is_not_computed_in_evaluation() -> None:
     with mmod.trace(model) as decisions:
         model(make_images(NAME, 1))
     assert all(routing.importance_BN is None for routing in decisions.values())
+    with pytest.raises(ValueError, match="importance of the block in front, which did not run in training"):
+        model.train().blocks[1](torch.randn(1, 5, model.embed_dim))
 
 
 @pytest.mark.parametrize("name", ["mod", "modification", "distilled"])

@@ -317,6 +317,9 @@ def _slots_for_threshold(count_B: Tensor, tokens: int, ceiling: int | None) -> t
         return tokens, None
     # The host waits for the device here, and only here.
     counts = count_B.tolist()
+    if not counts:
+        # Of no images, all tokens are kept: none is without a kept one that it joins.
+        return tokens, 0
     return slots_for(counts), sum(counts)
 
 
@@ -373,10 +376,7 @@ def slots_for(counts: Sequence[int]) -> int:
 
     With an empty slot the block runs, and its parameters get the zero gradients that distributed training waits for.
     """
-    slots = max(counts, default=0)
-    if counts and not slots and torch.is_grad_enabled():
-        return 1
-    return slots
+    return max([int(torch.is_grad_enabled()), *counts])
 
 
 def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:

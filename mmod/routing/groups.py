@@ -265,7 +265,7 @@ def kept_by_mask(keep_BN: Tensor, counts: list[int] | None = None) -> Kept:
     slots = slots_for(counts)
     total = sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):
-        index_BN = torch.arange(slots, device=keep_BN.device).expand_as(keep_BN)
+        index_BN = torch.arange(keep_BN.shape[1], device=keep_BN.device).expand_as(keep_BN)
         return Kept(index_BN, None, total)
     index_BK = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices[:, :slots]
     if all(count == slots for count in counts):

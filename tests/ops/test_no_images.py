@@ -35,6 +35,7 @@ from mmod.ops import (
     unit_rows,
 )
 from mmod.ops.select import select_threshold
+from mmod.routing.groups import kept_by_mask
 
 N, K, D, H = 5, 2, 4, 2
 
@@ -67,6 +68,7 @@ CALLS: dict[str, Callable[[int], Any]] = {
         torch.rand(images, N), Fraction(1, 2), valid_BN=torch.ones(images, N, dtype=torch.bool)
     ),
     "select_threshold": lambda images: select_threshold(torch.rand(images, N), 0.5, max_tokens=K),
+    "kept_by_mask": lambda images: kept_by_mask(torch.ones(images, N, dtype=torch.bool)),
     "held_slots": lambda images: held_slots(index(images), N, None),
     "group_sizes": lambda images: group_sizes(slots(images), K),
     "size_groups": lambda images: size_groups(slots(images), K),
