@@ -157,10 +157,9 @@ class Span:
             # A part of the model is recomputed, in a backward pass in which the call did not begin. Later blocks of the
             # part find the new pass by the number of that backward pass.
             self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
-            look = _look(x)
-            match = self._by_address.get(look[0])
-            if match is not None and match.look == look:
-                started.patches = match.found.patches
+            found = self._pass_of(x)
+            if found is not None:
+                started.patches = found.patches
             return started
         is_first = call.is_first(self)
         started.ends_for_head = is_first and call.ends_for_head
