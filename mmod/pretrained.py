@@ -468,8 +468,8 @@ def _check_rebuilds(config: _Description, model: nn.Module, state: dict[str, Ten
     described = brief(config["model"].get("architecture") or config["model"])
     refusal = (
         f"cannot save this {type(model).__name__}: built again from {described} it does not fit, as after a head was "
-        "exchanged. Change it by its library (num_classes, reset_classifier), or save model.state_dict() for a model "
-        "that you make and change alike"
+        "exchanged. Change it by its library (timm's reset_classifier), name its own architecture (open_clip), or save "
+        "model.state_dict() for a model that you make and change alike"
     )
     # On the meta device: names, shapes and settings need no memory.
     with torch.device("meta"), Unfilled():

@@ -253,7 +253,7 @@ UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "other classes": (
         lambda: exchange_head(routed(), nn.Linear(64, 2)),
-        r"reset_classifier\), or save model\.state_dict\(\) .*: head\.weight has shape \(1000, 64\), the model's is",
+        r"reset_classifier\), .* or save model\.state_dict\(\) .*: head\.weight has shape \(1000, 64\), the model's is",
     ),
     "class as argument": (lambda: routed(act_layer=nn.ReLU), "JSON"),
     "part": (

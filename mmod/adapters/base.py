@@ -280,6 +280,12 @@ class NamedArguments(CallForm, BlockCall):
         """Name of the implementation of attention."""
         return getattr(self.attention_config, "_attn_implementation", MASKED[0])
 
+    def _refused(self, reason: str) -> ValueError:
+        """Return the error of an implementation of attention that cannot do what a block needs."""
+        return ValueError(
+            f"attention by {self._implementation!r} {reason}: load the model with attn_implementation='sdpa'"
+        )
+
     def bind(self, args: tuple[object, ...], kwargs: Arguments) -> dict[str, object]:
         """Return arguments by name, without those that have their defaults."""
         named = by_name(self.parameters, args, kwargs)
@@ -291,10 +297,9 @@ class NamedArguments(CallForm, BlockCall):
     def _check(self, arguments: Arguments) -> None:
         """Raise a ValueError for arguments that cannot be narrowed to kept tokens or images."""
         if self.boundaries and self._implementation != MASKED[0]:
-            raise ValueError(
-                f"attention by {self._implementation!r} cannot tell routed images in one sequence apart: load the "
-                "model with attn_implementation='sdpa'"
-            )
+            raise self._refused("cannot tell routed images in one sequence apart")
+        if not isinstance(arguments.get(self.mask), Tensor | None):
+            raise self._refused("has no mask that can be narrowed to kept tokens")
         known = (*self.images, *self.shared)
         if not self.suffix:
             known = (*self.rows, *known, self.mask, self.index_argument)
@@ -423,10 +428,7 @@ class NamedArguments(CallForm, BlockCall):
             required = self.parameters.get(self.mask) is inspect.Parameter.empty
             return {**arguments, self.mask: None} if required else dict(arguments)
         if self._implementation not in MASKED:
-            raise ValueError(
-                f"attention by {self._implementation!r} takes no bias of keys, which this routing needs: load the "
-                "model with attn_implementation='sdpa'"
-            )
+            raise self._refused("takes no bias of keys, which this routing needs")
         return {**arguments, self.mask or KEY_BIAS: mask}
 
     def attend_to_all(

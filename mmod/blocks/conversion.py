@@ -220,8 +220,8 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
     apart = [other for other in mixins if not other.mod_stacks]
     if len(apart) > 1 or (mixin in present and not isinstance(module, converted)):
         raise ValueError(
-            f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
-            "call mmod.undo_ first"
+            f"this {type(module).__name__} was converted by the method {_kind(module)!r}, so {mixin.__name__} cannot "
+            "convert it: call mmod.undo_ first"
         )
     taken = [name for name in mixin.mod_added_modules if _has(module, name)]
     if taken and not present:
@@ -269,14 +269,7 @@ def mixin_forwards(module_class: type[nn.Module]) -> list[object]:
     return [vars(mixin)["forward"] for mixin in mixins if "mod_host" not in vars(mixin) or not mixin.mod_optional]
 
 
-def _maker(module: Any) -> str:
-    kind = _kind(module)
-    if not kind:
-        return "no method"
-    return f"the method {kind!r}"
-
-
-def _kind(module: Mixin) -> str:
+def _kind(module: Any) -> str:
     if module.mod_method is None:
         return ""
     return str(module.mod_method.kind)

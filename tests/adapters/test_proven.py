@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 import mmod
 from mmod.adapters.probe import light_copy
@@ -457,6 +458,10 @@ def test_an_attention_without_masks_says_so_where_a_mask_is_needed() -> None:
     with pytest.raises(ValueError, match=r"'flash_attention_2' takes no bias of keys.*attn_implementation='sdpa'"):
         call.with_mask({}, torch.zeros(1, 1, 1, 4))
     assert call.with_mask({}, None) == {}
+    model.config._attn_implementation = "flex_attention"
+    mask = create_block_mask(lambda b, h, q, k: q >= 0, None, None, 4, 4, device="cpu")
+    with pytest.raises(ValueError, match=r"'flex_attention' has no mask that can be narrowed to kept.*='sdpa'"):
+        call.bind((), {call.mask: mask})
 
 
 def test_the_page_shows_what_the_trials_show() -> None:
