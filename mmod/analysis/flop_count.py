@@ -148,7 +148,7 @@ def _flops(
     try:
         dense_count, dense_bytes = beside.counted(partial(_count, dense, stacks, inputs))
     except NotImplementedError as error:
-        raise _unreadable(model, ", ".join(inputs)) from error
+        raise _unreadable(model, ", ".join(inputs), error) from error
     except (AssertionError, RuntimeError) as error:
         # As timm's models refuse the size of an image, and as torch refuses sums of positions in your own.
         shapes = [f"{name} {shape}" for name, shape in _shapes(inputs).items()]
@@ -276,7 +276,7 @@ def _run_images(model: nn.Module, stack: BlockStack | None, inputs: Mapping[str,
     try:
         return count_pass(model, blocks, reader.inputs, reader.run)
     except NotImplementedError as error:
-        raise _unreadable(model, "its image tokens") from error
+        raise _unreadable(model, "its image tokens", error) from error
 
 
 def _needed_of(deciding: Mapping[str, Deciding], model: nn.Module, kept: Shares) -> Shares:
@@ -298,7 +298,7 @@ def _run_prefill(model: nn.Module, stack: BlockStack, prefill: Prefill) -> tuple
         with torch.device("meta"):
             counts = count_pass(model, _blocks(model, stack), prefill.inputs, run)
     except NotImplementedError as error:
-        raise _unreadable(model, "its tokens") from error
+        raise _unreadable(model, "its tokens", error) from error
     except (AssertionError, RuntimeError, ValueError) as error:
         # Some hosts, such as MiniMax, refuse all caches but their own; other messages of ValueErrors are the model's.
         if isinstance(error, ValueError) and "DynamicCache" not in str(error):
@@ -314,11 +314,14 @@ def _bytes(caches: Sequence[Any]) -> int:
     return sum(cache.keys.nbytes + cache.values.nbytes for cache in caches)
 
 
-def _unreadable(model: nn.Module, what: str) -> ValueError:
-    """Return the error for a model whose cost follows from values that tensors on the meta device do not have."""
+def _unreadable(model: nn.Module, what: str, error: Exception) -> ValueError:
+    """Return the error for a model that does not run on the meta device, whose tensors have no values."""
+    does = f"reads the values of {what}"
+    if "fake impl" in str(error):
+        # As that of a layer quantized by torch: its name comes first.
+        does = f"runs {str(error).partition(': ')[0]}"
     return ValueError(
-        f"this {type(model).__name__} reads the values of {what}, and FLOPs are counted from shapes alone: time it, or "
-        "count another part"
+        f"this {type(model).__name__} {does}, and FLOPs are counted from shapes alone: time it, or count another part"
     )
 
 

@@ -346,6 +346,16 @@ def test_a_tower_that_reads_the_values_of_sizes_is_refused() -> None:
         flops(tower, towers.images("qwen2.5-vl", (0,)))
 
 
+def test_an_operation_without_shapes_is_named() -> None:
+    library = torch.library.Library("without_shapes", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CPU")
+    model = make_model("vit_tiny_patch16_224")
+    model.norm.register_forward_pre_hook(lambda _, inputs: torch.ops.without_shapes.twice(*inputs))
+    with pytest.raises(ValueError, match="runs without_shapes::twice, and FLOPs are counted from shapes alone"):
+        flops(model, 64)
+
+
 def test_a_model_that_cannot_be_routed_is_counted_as_a_whole() -> None:
     model = timm.create_model("resnet18").eval()
     report = flops(model, 64)
