@@ -18,7 +18,6 @@ from mmod.routing import Routing, TokenMasks
 # How many unfinished passes, and patches that wait for one, a thread remembers of a stack outside calls of the model.
 UNFINISHED = 8
 
-
 ReadBlocks = Callable[[], Collection[int] | None]
 """Returns the numbers of the blocks whose output the running call of a host collects; None for all blocks."""
 
@@ -140,6 +139,7 @@ class StackCalls:
         self.entered: SpanPass | None = None
         self.lengths: list[tuple[int, ...]] = []
         self._patches: list[Patches] = []
+        self._inside = False
         self._began = False
 
     def forget(self) -> None:
@@ -149,18 +149,18 @@ class StackCalls:
 
     def show_patches(self, patches: Patches) -> None:
         """Note what is known of patches that were made for the next pass."""
-        # What earlier passes have taken is over; without a pass in between, as in stages, all wait.
-        if self._began:
+        # What earlier passes have taken is over, and what was made before this call. All others wait, as in stages.
+        inside = self.running.outer is not None
+        if self._began or inside is not self._inside:
             self._patches = []
+        self._inside = inside
         self._began = False
         self._patches = [*self._patches[1 - UNFINISHED :], patches]
 
     def take_patches(self) -> Patches:
         """Return what is known of the patches of a pass that begins; less where several wait for their passes."""
         self._began = True
-        if not self._patches:
-            return Patches()
-        first, *others = self._patches
+        first, *others = self._patches or [Patches()]
         if not others:
             return first
         # Which of them are this pass's is unknown: only a grid that all have holds for it.

@@ -270,6 +270,9 @@ def test_a_pass_whose_pixels_are_unknown_is_refused_and_the_next_one_is_not() ->
     with pytest.raises(ValueError, match="one batch after the other"):
         model.blocks[0](tokens[0])
     torch.testing.assert_close(model(images), expected)
+    # Patches that were looked at alone are none of the next call's.
+    model.patch_embed(images.flip(-1))
+    torch.testing.assert_close(model(images), expected)
     # Half as many pictures as there are patches of.
     tokens = [model._pos_embed(model.patch_embed(images.repeat(2, 1, 1, 1)))[:1]]
     with pytest.raises(
