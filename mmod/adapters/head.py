@@ -249,7 +249,7 @@ class _Trial:
         head = next((head for head in heads if self._is_equal(head, logits)), None)
         if head is None:
             raise ValueError(
-                f"the head of this {title} reads more than the tokens after its blocks, which is not known at an exit"
+                f"the head of this {title} reads more than the tokens after its blocks, but an exit has only these"
             )
         return head
 

@@ -210,7 +210,7 @@ def _check_form(proof: Proof) -> None:
     if proof.suffix:
         forms += [f"{name} with a row for each token" for name in proof.rows]
     if len(forms) > 1:
-        raise _Refused(f"has {' and '.join(forms)}, of which a block may have one alone")
+        raise _Refused(f"has {' and '.join(forms)}, and a block may have only one of them")
     if proof.boundaries and not proof.fused:
         raise _Refused(
             "computes attention without scaled_dot_product_attention, so images in one sequence cannot be told apart "

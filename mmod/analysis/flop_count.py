@@ -177,7 +177,7 @@ def _count_prefill(model: nn.Module, prompt: Prompt, kept: Shares, beside: _Dens
     dense = beside.of(routed)
     stack = language_stack(dense)
     if len(_blocks(routed, stack)) < len(stack.blocks):
-        raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
+        raise ValueError("a model with shared layers is counted as a whole: mmod.flops(model, {'input_ids': ids})")
     prefill = Prefill(routed, stack, prompt)
     free = sum(prefill.free)
     # Not those of a vision tower.

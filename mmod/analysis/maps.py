@@ -34,7 +34,7 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
     if maps.shape[1] != len(images):
         raise ValueError(
             f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images: pass those of the traced "
-            "pass, or trace a pass of the images to draw alone"
+            "pass, or trace only the images to draw"
         )
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")

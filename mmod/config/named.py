@@ -83,7 +83,7 @@ def preset(name: str, depth: int | None = None, **changes: object) -> RoutingCon
         aimed = {**config.losses, "capacity": 1.0}
         trained = f", or losses={aimed}, which aim at it in training" if config.losses else ""
         raise ValueError(
-            f"preset {name!r} keeps what reaches a threshold, and no capacity decides: leave out "
+            f"preset {name!r} selects by a threshold and not by capacity: leave out "
             f"capacity={changes['capacity']!r}, or pass select='topk' too{trained}"
         )
     return config

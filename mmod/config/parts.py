@@ -311,7 +311,7 @@ class Score(Checked, group="router"):
         The module is called with tokens (B, N, D), a mask (B, N) or None, and, where the score reads it, importance
         (B, N). The mask is False where a token does not count. The module returns raw fp32 scores (B, N).
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
+        raise NotImplementedError(f"{type(self).__name__} must return a scoring module from make()")
 
     def see(
         self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None, frames: int = 1, side: int = 1

@@ -217,7 +217,7 @@ class RoutingConfig(Checked):
                 needs = f"gate {gate.name!r}"
             if needs:
                 raise ValueError(
-                    f"{needs} needs a score that learns, such as 'linear', and router {router.name!r} does not"
+                    f"{needs} needs a score that learns, such as 'linear': router {router.name!r} does not learn"
                 )
         elif router.shared and (self.joins or self.wants_importance(training=True)):
             raise ValueError(

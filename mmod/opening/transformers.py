@@ -170,7 +170,7 @@ def _at_size(model: Any, config: Any, folder: str | Path) -> object:
     resampling = [module for module in model.modules() if hasattr(module, "interpolate_pos_encoding")]
     size = image_facts(resized).size or (config.image_size, config.image_size)
     if len(other) > 1 or not resampling:
-        raise ValueError(f"the {type(model).__name__} in {str(folder)!r} takes no other images: leave out img_size")
+        raise ValueError(f"the {type(model).__name__} in {str(folder)!r} takes no other image size: leave out img_size")
     for name in other:
         # Of the tokens, it reads the shape alone.
         tokens_BND = torch.zeros(1, *expected[name].shape[-2:])

@@ -244,8 +244,8 @@ def kept_in_group(size: int, capacity: Fraction, strict: bool) -> int:
     if strict:
         raise ValueError(
             f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}. "
-            "Of a preset or plan with a capacity for each block, the lowest one counts. More pixels are more tokens, "
-            "as by `size: {shortest_edge: N, longest_edge: N}` of Qwen-VL's processor"
+            "In a preset or plan with a capacity for each block, the lowest one counts. More pixels give more tokens, "
+            "such as by `size: {shortest_edge: N, longest_edge: N}` of Qwen-VL's processor"
         )
     return 1
 

@@ -217,7 +217,7 @@ def fit(run_config: RunConfig, callback: Callback, store: Store) -> Evaluated:
         run_config, progress=False, after_step=lambda step: callback(step.done / step.total), store=store
     )
     if fitted.best is None:
-        raise ValueError("there is nothing to ask: set data.val")
+        raise ValueError("a comparison needs evaluation data: set data.val")
     return Evaluated(fitted.best, fitted.outcomes)
 
 

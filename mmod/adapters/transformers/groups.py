@@ -147,7 +147,7 @@ class GroupReader:
         split = any(hasattr(weight, "device_mesh") for weight in self.text.parameters())
         if split and self.config.importance != CHANGE and self.config.wants_importance(training=True):
             raise ValueError(
-                "tensor parallelism leaves each process the attention of its own heads, so that processes would keep "
+                "tensor parallelism gives each process the attention of its own heads only, so processes would keep "
                 "different tokens: choose a router and losses that read no importance, such as router='linear'"
             )
 

@@ -211,7 +211,7 @@ def _check_depth(model: nn.Module) -> None:
             wanted = fields.get("num_hidden_layers", count)
             raise ValueError(
                 f"cannot save this {type(model).__name__}: {name} has {count} layers, and its config says "
-                f"num_hidden_layers={wanted}, so it would be built with others. Call mmod.undo_, set "
+                f"num_hidden_layers={wanted}, so it would be rebuilt with another number. Call mmod.undo_, set "
                 f"num_hidden_layers={count} in the config, and apply the methods again"
             )
 
@@ -365,5 +365,5 @@ def _class_of(folder: str | Path) -> object:
     name = next(iter(config.architectures or ()), None)
     dense = getattr(transformers, str(name), None)
     if not isinstance(dense, type) or not issubclass(dense, transformers.PreTrainedModel):
-        raise ValueError(f"{str(folder)!r} names {name!r} in its config.json, which is no model of transformers")
+        raise ValueError(f"config.json in {str(folder)!r} names {name!r}, which is no model of transformers")
     return dense

@@ -71,9 +71,9 @@ class TowerReader:
         if stack.rows is None and model_types.isdisjoint(IN_SQUARES):
             raise ValueError(
                 f"{option} needs image tokens that stand for squares of patches, which is not known of a "
-                f"{type(entry).__name__} with model_type={entry.config.model_type!r}, but of towers that get patches "
-                f"as rows, as in Qwen-VL, and of configs with model_type {', '.join(IN_SQUARES)}, or of classes that "
-                "extend theirs. Choose another score, such as router='stride', which keeps evenly spread tokens"
+                f"{type(entry).__name__} with model_type={entry.config.model_type!r}: supported are towers that get "
+                f"patches as rows, as in Qwen-VL, configs with model_type {', '.join(IN_SQUARES)}, and config classes "
+                "that extend these. Choose another score, such as router='stride', which keeps evenly spread tokens"
             )
         # Features begin with all tokens of a tower, or without the first; else with the first patch.
         strategy = getattr(entry.config, "vision_feature_select_strategy", "")

@@ -418,8 +418,8 @@ class LoopConfig(RunConfig):
         reading = any(config.wants_importance(training=True) for config in self.routings.values())
         if self.distributed.sharded and self.compile and self.grad_checkpointing and reading:
             raise ValueError(
-                "compile by blocks, as distributed.kind 'fsdp' does it, loses the importance that routers read where "
-                "grad_checkpointing recomputes: leave one of them out"
+                "distributed.kind 'fsdp' compiles by blocks, and grad_checkpointing then loses the importance that "
+                "routers read: leave out compile or grad_checkpointing"
             )
 
     def check_weights(self) -> None:
