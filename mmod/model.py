@@ -33,7 +33,7 @@ def apply_(
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
         method: A method of `mmod.methods`, or its plain values as in configs, `{"kind": "merge", "r": 8}`. A
             `RoutingConfig` or the name of a preset routes every part of the model.
-        tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
+        tokens: Blocks and prefix of a model that no adapter knows, if its structure does not show them.
 
     Raises:
         TypeError: Not a module, or no method.
@@ -100,7 +100,7 @@ def route_(
     Args:
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
         config: How to route every part of the model; or the name of a preset, see `mmod.presets`.
-        tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
+        tokens: Blocks and prefix of a model that no adapter knows, if its structure does not show them.
         training_only: Whether the model is routed in training mode alone: `eval()` makes it dense, with its host's
             classes and keys, and `train()` routes it again. None leaves it to the configs.
         parts: Configs by part, such as `image` and `text` of a CLIP model, which override `config`; None leaves a part

@@ -65,7 +65,7 @@ def save_pretrained(
             `load_pretrained(folder, model=dense)`. Models of transformers are refused: they save themselves, by
             `model.save_pretrained(folder)`.
         folder: Where to save; created if missing.
-        overwrite: Replace the two files if they exist.
+        overwrite: Replace these files if they exist.
         architecture: For open_clip, whose models do not know it: the name they were created by, or their config.
 
     Raises:

@@ -87,9 +87,9 @@ class BlockStack:
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
             says why the block cannot be routed.
         calls: The calls of the module that holds the blocks, by thread.
-        captions: Finds passes of captions, whose padding only the model knows; a hook notes it. None for other parts.
-        text_tower: The module around the one that holds the blocks, in whose calls passes of captions begin, at the
-            embedding; None for other parts.
+        captions: Finds caption passes; a hook notes their padding, which only the model knows. None for other parts.
+        text_tower: The module around the one that holds the blocks. In its calls, passes of captions begin at the
+            embedding. None for other parts.
         sequence: Length of the token ids that the part reads, or None for images.
         reads_images: Image tokens stand among the text of a language part.
         language: The part is a language model, which supports `RoutingConfig.language`.
@@ -100,7 +100,7 @@ class BlockStack:
         read_blocks: See `StackCall`; None if the host's code reads nothing between blocks.
         grid: Where the host shows rows and columns of an image's patches; None for text, or if it does not.
         rows: Where a tower gets each patch of its images as a row of pixels; None if it does not.
-        windows: Knows the images of which blocks see windows; None where none do.
+        windows: Tells blocks the images if some attend within windows, else None.
         proof: What a trial showed of the blocks; None where the adapter knows them.
     """
 
@@ -140,7 +140,7 @@ class BlockStack:
         return {name: block for name, block in zip(self.names, self.blocks) if is_converted(block)}
 
     def below(self, path: str) -> BlockStack:
-        """Return the same blocks as a part of a model around theirs, in which it has a name; empty for that itself."""
+        """Return the stack as part of an outer model whose submodule `path` is this model; empty for this model."""
         return replace(self, block_list=f"{path}.{self.block_list}".lstrip("."))
 
     def owner_in(self, model: nn.Module) -> nn.Module:

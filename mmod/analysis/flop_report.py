@@ -146,12 +146,11 @@ class FlopReport(FlopCounts):
 class PrefillFlops(FlopCounts):
     """The cost of reading one prompt, one row per decoder layer; `rest` is the logits of the last token.
 
-    Of a prompt with pixels, the blocks of the vision tower come first, and `rest` has what else images cost.
+    If the prompt has pixels, the vision tower's blocks come first, and `rest` includes all other costs of images.
 
     Args:
         image_tokens: Image tokens among the `tokens` of the prompt.
-        vision: The cost of the images before the language model reads them, alone; None if the prompt came without
-            pixels.
+        vision: The part of the cost before the language model reads the images; None for a prompt without pixels.
         cache_bytes: Bytes of the KV cache of the prompt, over all layers, in the model's dtype.
     """
 

@@ -30,8 +30,8 @@ class Trace(Mapping[str, Routing]):
 
     `print(trace)` shows the kept shares, in one line for adjoining blocks that kept the same tokens, and notebooks show
     them as a table. A routed block is one place; other methods decide in several, such as `blocks.1.mlp.expert2` (an
-    expert) or `layers.2.recursion1`. A decision on full images has one token per image; in a ResNet its tokens are
-    channels; of `generate` they are those of the prompt, if text may not be skipped.
+    expert) or `layers.2.recursion1`. A decision on full images has one token per image. In a ResNet, the tokens are
+    channels. After `generate`, they are the prompt's if text may not be skipped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -174,8 +174,8 @@ class Trace(Mapping[str, Routing]):
 
         Args:
             prefix: Leading tokens that are not patches; None takes the model's.
-            grid: Rows and columns of patches; None takes those of the traced pass, and `plot` square patches that tile
-                the images where the model shows none. A ValueError where they do not hold the patches.
+            grid: Rows and columns of patches; None takes those of the traced pass. If the model shows none, `plot`
+                tiles the images with square patches. A grid that does not hold the patches is a ValueError.
             image_BN: True where a token is a patch, in sequences of text and images (B, N), whose images come in order;
                 None if all tokens after the prefix are patches.
         """
@@ -214,7 +214,7 @@ class Trace(Mapping[str, Routing]):
     ) -> Figure:
         """Draw which patches each routed block kept: kept ones as they are, skipped ones under a veil.
 
-        Adjoining blocks that kept the same patches, as those of one decision do, share a map.
+        Adjoining blocks that kept the same patches, as after a shared decision, have one map.
 
         Args:
             images: What the traced pass saw (B, 1 or 3 channels, height, width). Images outside [0, 1], as normalised

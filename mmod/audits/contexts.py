@@ -41,8 +41,8 @@ class LabelledBatch(NamedTuple):
         batch: What the evaluation takes.
         strata: Labels of the samples, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice is compared
             with the random one among samples with the same label, or in terciles of numbers.
-        token_kinds: Labels of the tokens, including prefix and padding, such as
-            `{"region": [["class token", "object", "background"]]}` (B, N); reported is what they say of the decisions.
+        token_kinds: Labels of the tokens (B, N), including prefix and padding, such as
+            `{"region": [["class token", "object", "background"]]}`; the audit reports what they say of the decisions.
     """
 
     batch: Any

@@ -66,7 +66,7 @@ class SpanPass:
 
 
 class StackCall:
-    """A call of the module that owns a stack of blocks; the root, without `outer`, stands for code outside any.
+    """A call of the module that owns a stack of blocks; the root, without `outer`, stands for code outside such calls.
 
     Args:
         outer: The call around it in this thread, if any.
@@ -78,7 +78,7 @@ class StackCall:
     Attributes:
         passes: Observed passes that began in it, oldest first.
         latest: The uninterrupted pass that began last.
-        ends_for_head: The head reads the rows that remain, so that the last block of the host's pass restores no token.
+        ends_for_head: The head reads the remaining rows, so the last block of the host's pass restores no token.
         begun: The runs of blocks that a pass of this call has entered.
         task: The backward pass in which the call began, which then recomputes the model as a whole; -1 for none.
     """

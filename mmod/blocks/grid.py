@@ -127,7 +127,7 @@ def picture_sizes(arguments: Arguments, side: int | None, prefix: str = "") -> l
 
 
 class RowSource(NamedTuple):
-    """Where a host gets each patch as a row of pixels, and those of a token of the language model one after another.
+    """Where a host gets each patch as a row of pixels; the patches of one language-model token are consecutive rows.
 
     Args:
         module: The module that gets the rows, with `grid_thw`.

@@ -20,7 +20,7 @@ After = Callable[[nn.Module, Arguments, object], None]
 
 @dataclass(eq=False)
 class ModelHook:
-    """Two functions of a method around a module's forward, such as by which blocks know facts that only a model knows.
+    """Two functions of a method around a module's forward, such as to tell blocks facts that only the model knows.
 
     Args:
         before: Runs before each forward pass; None for nothing.

@@ -133,7 +133,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         return norm(x)
 
     def mod_note(self, routing: Routing, x: Tensor) -> None:
-        """Record a decision and, in training, its losses. In other calls nobody reads what would keep tensors alive."""
+        """Record a decision and, in training, its losses. Only training and traces call it: records keep tensors."""
         self.mod_record.keep("", routing)
         if self.training:
             self.mod_tell_of_frozen()
@@ -166,7 +166,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         return {place: config.router.normalised(made.logit_BN) >= threshold for place, made in decisions.items()}
 
     def mod_losses(self, routing: Routing) -> list[Tensor]:
-        """Return the weighted losses of a decision that the config names."""
+        """Return a decision's weighted losses, those that the config names."""
         router = self.router
         return [weight * LOSSES[name](routing, router) for name, weight in router.config.losses.items()]
 

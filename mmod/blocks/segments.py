@@ -118,7 +118,7 @@ def is_boundaries(value: object, tokens: int) -> bool:
 
 
 class SequenceImages:
-    """Tells all blocks of a tower, some of which attend within windows, the images of the running call.
+    """Tells all blocks of a tower the images of the running call, if some blocks attend within windows.
 
     A block finds the images by the boundaries of windows that it gets, also where a backward pass recomputes it alone.
 

@@ -41,7 +41,7 @@ class _Remembered(NamedTuple):
 
 
 class Span:
-    """A run of consecutive blocks that share scores or rows, or what is known of their tokens.
+    """A run of consecutive blocks that share scores, rows, or facts about their tokens.
 
     It finds the forward pass that the input of one of its modules belongs to.
 
@@ -138,7 +138,7 @@ class Span:
         return span_pass
 
     def leave(self, y: Tensor, span_pass: SpanPass, state: BlockState) -> Tensor:
-        """Return all tokens after a block, by which the next one finds the pass."""
+        """Return all tokens after a block; the next block finds the pass by them."""
         span_pass.busy = False
         if not state.ends and not span_pass.uninterrupted:
             self.hand_on(span_pass, y)

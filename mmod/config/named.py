@@ -35,8 +35,8 @@ def preset(name: str, depth: int | None = None, **changes: object) -> RoutingCon
     Args:
         name: A name of that list.
         depth: Number of blocks of the model. "p-mod", "mindskip", "gradual", "gamma-mod", "evenly-spread", "ipcv",
-            "v2drop" and "tread" choose blocks by it; without it they choose when a model is routed, and
-            `at_depth` of the result does so without a model.
+            "v2drop" and "tread" choose blocks by it. Without it, they choose when a model is routed, or in `at_depth`
+            of the result.
         changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override. A
             mapping overrides single options of a part. One `capacity` holds for every routed block. If the preset plans
             a capacity per block, as "gradual" and "p-mod" do, the number becomes their mean and the plan keeps its

@@ -268,13 +268,13 @@ class Score(Checked, group="router"):
         tied: All routed layers score with one weight, stored once.
         reads_grid: The score reads the grid of patches, `Placement.patches`.
         reads_pixels: The score reads what `see` returns of the patches' pixels, `Placement.patches`. In a language
-            model, the score of an image token is the largest first number of its patches.
+            model, an image token's score is the maximum of `see`'s first tensor over its patches.
         reads_frames: The score reads which token stands at the same place one frame earlier. First frames are never
             skipped.
         images: Successive images count as frames.
-        compares: The score multiplies all pairs of tokens. Where skipped tokens join the most similar one, its module
-            also gets the tokens at norm 1 (B, N, E), as `unit_BNE`, so that they are computed once.
-        channels: Sums of channels by which tokens are compared; None compares all channels.
+        compares: The score multiplies all pairs of tokens. If skipped tokens join the most similar kept one, the
+            score's module also gets the normalised tokens `unit_BNE` (B, N, E), which are then computed once.
+        channels: Project tokens to this many channels before they are compared; None compares all channels.
         same_everywhere: The score is the same for every image and block.
         positional: The score depends on the position of a token in its sequence. Where only some tokens may be
             skipped, it depends on their rank among these.
@@ -316,7 +316,7 @@ class Score(Checked, group="router"):
     def see(
         self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None, frames: int = 1, side: int = 1
     ) -> tuple[Tensor, ...]:
-        """Return what the score needs of the pixels of patches, as few numbers (B, N): a pass keeps them.
+        """Return what the score needs of the patches' pixels, as a few tensors (B, N) that a pass keeps.
 
         Args:
             pixels_BRCHE: Pixels as the patch embedding gets them: B images, R rows and C columns of patches, H channels

@@ -178,7 +178,7 @@ def register_preset(name: str) -> Callable[[Registered], Registered]:
 def register_loss(name: str, reads_importance: bool = False) -> Callable[[Registered], Registered]:
     """Return a decorator that lets `RoutingConfig(losses={name: weight})` name an auxiliary loss.
 
-    The loss is a function from a block's `Routing` and the `Router` that made it to a scalar.
+    The loss takes a block's `Routing` and the `Router` that made it, and returns a scalar.
 
     Args:
         reads_importance: The loss reads `Routing.importance_BN`, which is then computed in training.

@@ -49,8 +49,8 @@ ScoreFunction = Callable[["Tensor"], "Tensor"]
 class RoutingConfig(Checked):
     """How a model is routed: which blocks, which tokens they keep, at what weight, and what skipped tokens do.
 
-    A config whose blocks are written out is a plan: `resolved` returns it, searches and schedules find it, and it
-    prints as a table.
+    A config whose blocks are written out is a plan, which prints as a table: `resolved`, searches and schedules return
+    plans.
 
     `router`, `select`, `gate`, `skipped` and `language` take a name where the defaults suffice, a value such as
     `mmod.Gate("tanh", scale=0.1)`, or the mapping that a file holds: `gate: {name: tanh, scale: 0.1}`. A config prints
@@ -64,11 +64,11 @@ class RoutingConfig(Checked):
             - other registered scores, `mmod.score(name, ...)` with options, or a function from tokens (B, N, D) to
               scores (B, N).
         capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number, or one per routed block. At 0,
-            only tokens that are always kept run: prefix tokens, and text if only image tokens may be skipped. Beside a
-            threshold it selects nothing: losses alone read it, as the share that training aims at.
+            only tokens that are always kept run: prefix tokens, and text if only image tokens may be skipped. With a
+            threshold it selects nothing: only losses read it, as the share that training aims at.
         select: "topk" keeps the `max(1, floor(capacity * N))` highest scores of every image. "threshold", or a
-            `Threshold`, keeps every token whose score reaches a threshold: of 0.5 by default, which suits a
-            learned score; of importance and norms it may keep nearly all.
+            `Threshold`, keeps every token whose score reaches a threshold. Its default of 0.5 suits a learned score;
+            with importance or norms it may keep nearly all tokens.
         gate: How the score of a kept token weighs the block's update: "identity", "linear", "sigmoid", "tanh", "step",
             or a `Gate`. None means "tanh" for scores that learn and "identity" for others.
         context: What a kept token attends to: the "kept" tokens, as in MoD, or "all" tokens. With "all", keys and
@@ -83,7 +83,7 @@ class RoutingConfig(Checked):
             - "follow": they get the update of the most similar kept token of their image;
             - "merge": they run as one row with that token, and the group gets the row's update, see `Merged`.
         blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third), "all", or the indices of the blocks.
-            Consecutive blocks share the scores of "attention", from the last dense block, and of "random".
+            Consecutive blocks share the scores of "random", and those that "attention" reads in the last dense block.
         protect_prefix: Always keep class, distillation and register tokens.
         losses: Weight of each auxiliary loss in every routed block:
 
@@ -95,7 +95,7 @@ class RoutingConfig(Checked):
         language: Options that only the layers of a language model have, see `LanguageRouting`.
         training_only: Route in training mode alone, by a score without weights: in evaluation the model is dense, with
             the classes, keys and outputs of its host.
-        depth: Number of blocks of the model that the blocks are chosen for, which routing checks; None for any.
+        depth: Number of blocks of the model that `blocks` is for; routing checks it. None for any.
 
     Attributes:
         joins: Whether skipped tokens join a kept one: they follow it or merge with it.
@@ -396,7 +396,7 @@ class RoutingConfig(Checked):
     def replace(self, **changes: object) -> RoutingConfig:
         """Return a copy with some fields changed; a mapping for a part changes some of its options.
 
-        A gate that is the router's default becomes the default of another router.
+        If the router changes, a default gate becomes the new router's default.
 
         Example:
             >>> RoutingConfig(router="linear").replace(gate={"scale": 0.1}).gate

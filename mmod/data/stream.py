@@ -255,11 +255,11 @@ class BatchStream:
         return hasattr(getattr(self.reader, "source", None), "lanes")
 
     def faults(self, shown: bool = False, batches: int | None = None) -> list[Fault]:
-        """Read every sample of this process once, and return why some cannot be read; none of streamed data.
+        """Read every sample of this process once, and return why some cannot be read; empty for streamed data.
 
         Args:
             shown: Show a progress bar.
-            batches: Read the first batches of an epoch alone, so many.
+            batches: Read only this many batches, the first of an epoch.
         """
         # They would be sent once more.
         if self.is_streamed:

@@ -39,7 +39,7 @@ class LearnedCapacity(nn.Module):
         costs: Cost of every block at ascending quarters, as a share of the dense model's FLOPs (L, G). Five quarters
             start at capacity 0, four at 1/4.
         fixed: Share of everything outside these blocks.
-        options: Cost of every block at `HUNDREDTHS`, likewise.
+        options: The same at every hundredth, from 0 to 1.
     """
 
     costs_LG: Tensor
@@ -223,8 +223,8 @@ def learn_capacity_(model: nn.Module, budget: float, example: Tensor, *, rate: f
     is one number for all blocks: every forward pass solves for the level at which the total cost equals the budget. So
     the budget holds in every step, without a penalty term.
 
-    - In training a block runs at the next higher eighth. Tokens beyond the next lower eighth are weighted by how far
-      the capacity lies between the two, which gives the loss an exact gradient by the capacity.
+    - In training a block runs at the next higher eighth. The tokens beyond the next lower eighth are weighted by the
+      capacity's position between the two, so the loss has an exact gradient by the capacity.
     - In evaluation mode, and without gradients, blocks run at the nearest plan in hundredths within the budget.
 
     All offsets start at 0, that is, at equal capacities that meet the budget. Call `settle_capacity_` before the model

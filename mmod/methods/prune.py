@@ -39,7 +39,7 @@ class Prune(Reducing):
         fuse: Add one token, the sum of the dropped tokens weighted by attention. The next pruning block treats it as a
             patch.
         by: Whose attention counts, averaged over heads: "class_token", or the "mean" over all tokens. "auto" is the
-            class token, or the mean where there is none or the head of a timm model reads none.
+            class token, or the mean if there is none or a timm model's head does not read it.
         training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: EViT, Liang et al., arXiv 2202.07800.

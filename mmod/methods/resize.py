@@ -26,9 +26,9 @@ class Resize(Method):
     """Images are resized before the patch embedding; the host resamples position embeddings in the forward pass.
 
     A timm model needs `dynamic_img_size=True`; a model of transformers takes `interpolate_pos_encoding`, or any size.
-    No weights are added, so a model can train on small images first and on full-size images afterwards. Whatever the
-    model returns is what it returns for the resized images: outputs per patch, and maps of features, are smaller.
-    Images that are prepared at the smaller size from their files differ a little, and so may a few answers.
+    No weights are added, so a model can train on small images first and on full-size images afterwards. All outputs
+    are those of the resized images, so outputs per patch and feature maps are smaller. Images that are prepared at the
+    smaller size from their files differ slightly, so a few answers may differ too.
 
     Args:
         size: Side of square images in pixels, or height and width, each a multiple of the patch's. The aspect ratio of

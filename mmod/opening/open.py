@@ -52,14 +52,14 @@ def open_model(
             - fields of a transformers config with its `model_type`;
             - a module.
         checkpoint: Weights in place of the published ones, for timm and open_clip: what `model.checkpoint` of a
-            training config takes. A model of timm gets a classifier of as many classes as they have.
+            training config takes. A timm model gets as many classes as the weights have.
         pretrained: Take published weights, or those of the folder; otherwise they are drawn at random.
         image_size: Side of images in pixels, for timm and open_clip; None takes the model's, which must be the
             checkpoint's.
         args: Further arguments of the host: of `create_model`, fields of an image model's config in a folder of
             transformers, or arguments of a language model's `from_pretrained`.
         dense: Undo the methods that changed a saved model.
-        advice: What to do where published weights are not available, an English imperative.
+        advice: What the error says to do if published weights are not available, in the imperative.
 
     Returns:
         The model in evaluation mode and what is known of it.

@@ -42,7 +42,7 @@ def attention_importance(
 
     Args:
         q_BHNE: Queries (B, H, N, E).
-        k_BHNE: Keys, of as many heads or of a divisor of that (grouped queries) (B, H or fewer, N, E).
+        k_BHNE: Keys (B, H, N, E); with grouped queries, their number of heads is a divisor of H.
         mask: True where a pair may attend, or a bias to add, broadcastable to (B, H, N, N).
         is_causal: A query sees keys up to its own position.
         scale: Factor of the products; None means 1 / sqrt(E).

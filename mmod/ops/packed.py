@@ -83,7 +83,7 @@ def packed_attention(
 
     Args:
         q_THE: Queries (T, H, E).
-        k_THE: Keys, of as many heads or of a divisor of that (grouped queries) (T, H or fewer, E).
+        k_THE: Keys (T, H, E); with grouped queries, their number of heads is a divisor of H.
         v_THE: Values, like keys.
         cu_seqlens: Cumulative sequence lengths, from 0 to T; an image may be empty (B + 1), int32.
         max_seqlen: Rows of the longest image, or more.

@@ -43,7 +43,7 @@ class Kept(NamedTuple):
         inverse_BN: Slot of each token, -1 for none (B, N), if the selection computed it, else None.
         idle_BK: True at slots of skipped tokens, which run at gate 0 so that the router learns (B, K); None for none.
         image_S: The kept images, if images are kept or skipped as a whole, else None.
-        order_BN: All tokens, the kept ones first, where the selection returns them and sorts (B, N), else None.
+        order_BN: All tokens, the kept ones first (B, N), if the selection sorts and is asked for them, else None.
     """
 
     index_BK: Tensor
@@ -204,7 +204,7 @@ def select_topk(
         protect_BN: True where a token is always kept (B, N), or None for the leading ones.
         gate: How a score weighs its token's update, a name of `mmod.Gate`; the gate carries a gradient to the score.
         scale: Factor of the gate.
-        ordered: Return the order of all tokens too, where they are sorted.
+        ordered: Return `Kept.order_BN` too, in versions that sort.
 
     Returns:
         The kept tokens, and the weight of each slot's update (B, K), None where it is 1; gates of empty slots have no

@@ -181,7 +181,7 @@ class Advice:
 
     @property
     def code(self) -> str:
-        """The lines of Python that make the model which the sentence is about; empty without any."""
+        """The Python lines that make the model named in `sentence`; empty for the dense model or one without code."""
         row = self.recommendations[0].named
         if row is None or not row.code:
             return ""

@@ -43,7 +43,7 @@ class PlanOptions(Checked, group="plan"):
         part: The part that is planned; null for the image tower of image and pairs, the language model of chat and
             text.
         cost: Unit of the budget: "flops", "milliseconds" of a pass over a batch, or in a language model "cache" or
-            "image_flops", those that image tokens add.
+            "image_flops", the FLOPs that image tokens add.
         router: Chooses the tokens of a capacity above 0; a name, or a mapping with options such as `importance`.
         options: Capacity, operator and context of every option; null for all that the blocks support.
         divergence: "kl" or "cosine"; null chooses by the model.
@@ -74,8 +74,9 @@ class Candidate:
     Args:
         routing: As in a training config; for `mmod.advise`, that of the part that is made cheaper.
         methods: As in a training config: mappings with the `kind` and the fields of a method, applied before routing.
-        image_size: Side of its images in pixels, where it differs, or "fit"; position embeddings are resampled. For
-            processors that limit pixels, their `size`: `shortest_edge` and `longest_edge`, the fewest and the most.
+        image_size: Side of its images in pixels, if it differs; "fit" chooses it by `budget`. Position embeddings are
+            resampled. For processors that limit pixels, their `size`: `shortest_edge` and `longest_edge`, the fewest
+            and the most.
         changes: Fields of its training config that differ, nested as there.
         from_scratch: Train it from random weights instead of fine-tuning the dense model.
         is_trained: Train it, where a comparison trains at all.
@@ -131,7 +132,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Its name, with the side or the most pixels of smaller images, which their share does not say."""
+        """Its name, and in a series of smaller images their side or most pixels."""
         sizes = [self.image_size, *(method.get("size") for method in self.methods if method["kind"] == "resize")]
         side = next((size for size in sizes if size is not None), None)
         if side is None or not self.series:

@@ -51,7 +51,7 @@ _OF_ANSWERS = ("accuracy", "agreement", "right answers")
 
 @dataclass(frozen=True)
 class AdviceRow:
-    """What a candidate costs and loses against the dense model, in whose place it may be used.
+    """What a candidate costs and loses, compared with the dense model that it may replace.
 
     Args:
         name: The candidate's.
@@ -138,7 +138,7 @@ class AdviceRow:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use of the models that were timed in one kind of pass.
+    """Which of the models that were timed in one kind of pass to use.
 
     Args:
         tolerance: What may be lost; 0.02 are 2 points.

@@ -80,8 +80,8 @@ def advise(
 ) -> Advice:
     """Try candidates that need no training and say which one pays on these images or prompts and this machine.
 
-    All candidates run on the first 64 images and are timed in turns; those that none as fast clearly beats run on all.
-    Where batches have labels, the change of accuracy decides. What decides without labels depends on the model:
+    All candidates run on the first 64 images and are timed in turns. Those that no candidate as fast clearly beats run
+    on all images. With labels, the change of accuracy decides. What decides without labels depends on the model:
 
     - a model with a head: how often its top class is the dense model's;
     - without a head: the cosine of its features, or of its patches where it has an output per patch
@@ -96,34 +96,34 @@ def advise(
             transformers that reads images; it runs in evaluation mode and is unchanged.
         batches: Images (B, C, H, W), or pairs of images and labels (B,), such as a loader; preprocessed for the model.
             For a language model, what its processor returns, perhaps with `labels` at the answers' tokens (-100
-            elsewhere), of which the last answer of each prompt is generated. Plans are searched on the first fifth of
+            elsewhere); the last answer of each prompt is then generated. Plans are searched on the first fifth of
             these prompts, in whole batches; all candidates are evaluated on the others.
         part: The part to make cheaper; None takes "language", or else "image".
         images: Number of images or prompts, the first of the batches.
-        batch_size: Images of a timed batch; for a language model it is the first batch.
-        tolerance: Accuracy, agreement or cosine that may be lost, in [0, 1): 0.02 are 2 points, whatever the dense
-            model has. The fastest candidate is advised whose whole 95 % interval is within it.
-        faster: A speed-up that is wanted, of an image model: the usual candidates except random tokens are tried, at
-            sizes of about that speed. The one that reaches it and loses least, by the worse end of its interval, is
-            named; it is advised if it is within the tolerance.
-        measure: What of an image model is compared, in place of the above: "top1", its top class; "features", those
-            that a head would read; or "patches", those of each patch. The last two take off the head of a model of
-            timm. Your own model returns what is compared, such as the outputs of a regression head as "features".
+        batch_size: Images of a timed batch; a language model takes the size of the first batch.
+        tolerance: Allowed loss of accuracy, agreement or cosine, absolute, in [0, 1): 0.02 are 2 points. The fastest
+            candidate whose whole 95 % interval is within it is advised.
+        faster: The wanted speed-up of an image model: the usual candidates except random tokens are tried, at sizes of
+            about that speed. Of those that reach it, the one that loses least by the worse end of its interval is
+            named, and advised if it is within the tolerance.
+        measure: The output of an image model to compare, in place of the above: "top1", its top class; "features",
+            those that a head would read; or "patches", the features of each patch. The last two remove the head of a
+            timm model. Your own model returns what is compared, such as the outputs of a regression head as "features".
         candidates: What to try. None takes
             - for images those of `mmod tradeoff my-model`, at 0.85, 0.7 or 0.55 of the FLOPs: gradual and late merging,
               A-MoD, random tokens, equal patches left out, smaller images, ToMe and pruning;
-            - for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image tokens
-              that late layers do not update, random and evenly spread ones.
-        models: Your own models by name, as they are, with the candidates, or alone with `candidates=[]`: such as
-            fine-tuned ones, with a dense model that is tuned alike, or one with fewer blocks. One named "random" is
-            the control of those that are routed.
+            - for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, random tokens,
+              evenly spread tokens, and image tokens that late layers do not update.
+        models: Your own models by name, unchanged, with the candidates, or alone with `candidates=[]`: such as one with
+            fewer blocks, or fine-tuned ones if `model` is fine-tuned alike. The one named "random" is the control of
+            the routed ones.
         is_right: Whether a generated answer is right, by its tokens and those of the label; by default, whether they
             are the same.
         at_size: Makes a language model read images of another size, in place, and returns the batches of the same
             prompts at that size; `mmod advise` passes it. The size is a side in pixels, or other `pixel_limits`. None
             tries no smaller images.
         pixel_limits: Fewest and most pixels of an image that the processor makes, `shortest_edge` and `longest_edge`
-            in the `size` of Qwen-VL's image processors; None for those with a side.
+            in the `size` of Qwen-VL's image processors; None for processors with a side.
         folder: Write `advice.json`, `advice.md`, `advice.png` and `question.json` here, and `store.jsonl`, from which
             an interrupted call resumes. Advice on other samples or with other settings is not replaced. None writes
             nothing. For `models`, call the result's `save` instead.
@@ -132,8 +132,8 @@ def advise(
 
     Raises:
         TypeError: A batch that holds no images, or no prompts.
-        ValueError: The model is changed already or cannot be routed, there are no images, one batch alone to search
-            plans and evaluate them, or the folder is damaged.
+        ValueError: The model is changed already or cannot be routed, there are no images, there is one batch only to
+            search plans and evaluate them, or the folder is damaged.
         FileExistsError: The folder holds advice on another model, on other samples or with other settings.
 
     Example:
