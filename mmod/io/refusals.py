@@ -71,7 +71,7 @@ def one_line_errors(*folders: Path) -> Iterator[None]:
         with name_missing_extra():
             yield
     except KeyboardInterrupt:
-        print("interrupted: nothing was saved since the last checkpoint", file=sys.stderr)
+        print("interrupted: the same command goes on from what was kept", file=sys.stderr)
         # As shells report a program that SIGINT ended.
         sys.exit(130)
     except LostProcessError as error:

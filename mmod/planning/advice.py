@@ -269,11 +269,11 @@ class Advice:
             dense += f", and has {100 * self.accuracy:.1f} % {self.metric}"
         measured = []
         first = min([row.images for row in self.rows], default=self.images)
-        if first < self.images:
-            why = "clearly beaten there by what is as fast"
+        if first < self.images and not self._guessing:
+            told = f"{first} {self.samples}: clearly beaten there by what is as fast; all others ran on {self.images}."
             if self.faster is not None:
-                why = "no less lost there than by what is named"
-            measured.append(f"{first} {self.samples}: {why}; all others ran on {self.images}.")
+                told = f"Fewer than {self.images} {self.samples}: by these, likely to lose more than what is named."
+            measured.append(told)
         if self.samples == "prompts" and self.accuracy is None:
             measured.append("The prompts have no answers, so that next tokens decide.")
         redundancy = ""

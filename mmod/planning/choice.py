@@ -326,7 +326,10 @@ class Recommendation:
     def roles(self) -> list[tuple[AdviceRow, str]]:
         """What the sentence and the usual speeds name, and what is undecided, each with what it is for."""
         speeds: dict[str, list[str]] = {}
-        likely = self._likely if self.is_tested else None
+        # Of a wanted speed, only what is surely within the tolerance stands beside what reaches it.
+        likely = self.best
+        if self.speed is None and self.is_tested:
+            likely = self._likely
         for model in (self.named, likely, self._sure):
             if model is not None:
                 speeds[model.name] = []

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from mmod.analysis.statistics import pareto_front, unbeaten
-from mmod.analysis.table import DENSE, Look, Table, evaluated, gap
+from mmod.analysis.table import DENSE, Look, Measured, Table, evaluated, gap
 from mmod.analysis.timing import Times, further_rounds, ratios, relative_times
 from mmod.planning.choice import NOISE, reaches
 
@@ -82,14 +82,14 @@ def for_speed(
     times: Callable[[Sequence[str], range], tuple[Times[str], float]],
     rounds: int,
     speed: float,
-    order: Callable[[str], tuple[float, float]],
+    order: Callable[[Table, str], tuple[float, float]],
 ) -> Iterator[list[Look]]:
     """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
 
     All are timed, and timed further where rounds leave open whether they reach the speed. Of each series, the first
     that reaches it is needed, as smaller ones mostly lose more; if none does, the fastest. These are evaluated on few
-    samples, on all those that may be the answer. Unless the answer clearly loses, the next smaller one of its series
-    follows, which is faster and may lose no more.
+    samples, and the one that would be the answer if all were like these on ever more, until it is so on all. Unless it
+    clearly loses, the next smaller one of its series follows, and of what loses as little: it may lose no more.
 
     Args:
         table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
@@ -101,7 +101,7 @@ def for_speed(
         times: Returns the times of candidates in rounds, by their numbers, and `Table.waiting`.
         rounds: Number of rounds.
         speed: The speed-up that is wanted.
-        order: From an evaluated candidate to what is least for the answer, see `AdviceRow.order`.
+        order: From a table and a candidate to what is least for the answer, see `AdviceRow.order`.
     """
     names = list(dict.fromkeys(chain(*series, own)))
     table.times, table.waiting = times(names, range(rounds))
@@ -117,25 +117,43 @@ def for_speed(
     chosen = chosen or sorted(chain(*series), key=speedups.__getitem__)[-1:]
     yield look_at(dict.fromkeys([*chosen, *own]), 0, first)
     samples = evaluated(table, DENSE)
+
+    def rank(name: str) -> tuple[float, float]:
+        return order(_repeated(table, name, samples), name)
+
     while chosen:
-        answer = min(chosen, key=order)
-        few = [name for name in chosen if evaluated(table, name) < samples]
-        # Intervals over few samples are wide: by its mean and its speed, another may be the answer on all.
-        lead = _lead(table, figure, answer), speedups[answer]
-        likely = [name for name in few if name == answer or (_lead(table, figure, name), speedups[name]) > lead]
-        if likely:
-            yield look_at([min(likely, key=order)], first, samples)
+        answer = min(chosen, key=rank)
+        few = evaluated(table, answer)
+        if few < samples:
+            # Twice as many each time: what was lucky on few is left before it costs all.
+            yield look_at([answer], few, min(2 * few, samples))
             continue
         difference = gap(table, figure, answer, DENSE)
         if difference is not None and difference.high < 0:
             # It clearly loses, and so does what is smaller.
             return
-        followers = [smaller for larger, smaller in chain.from_iterable(map(pairwise, series)) if larger == answer]
+        loss, _ = rank(answer)
+        tied = {name for name in chosen if rank(name)[0] == loss}
+        followers = [smaller for larger, smaller in chain.from_iterable(map(pairwise, series)) if larger in tied]
         smaller = [name for name in followers if name not in chosen and reaches(speedups[name], speed)]
         if not smaller:
             return
         yield look_at(smaller, 0, first)
         chosen += smaller
+
+
+def _repeated(table: Table, name: str, samples: int) -> Table:
+    """Return the rows of a candidate and the dense model if all samples were like those that the candidate has.
+
+    Intervals over few samples are wide: so they can be compared with those over all.
+    """
+    repeated = Table(times=table.times)
+    few = evaluated(table, name)
+    for one in (DENSE, name):
+        columns = table.runs[one][0].outcomes
+        outcomes = {column: np.resize(values[:few], (samples, *values.shape[1:])) for column, values in columns.items()}
+        repeated.add(one, 0, Measured({}, samples=samples, outcomes=outcomes))
+    return repeated
 
 
 def _unclear(table: Table, series: Sequence[Sequence[str]], varying: Container[str], speed: float) -> Iterator[str]:

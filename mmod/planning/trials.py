@@ -188,6 +188,9 @@ def advise(
                 chosen, unfitted = image_candidates(model, part, depth, image, samples.patches, faster)
             else:
                 chosen = candidates
+        if samples.note:
+            # Before what may take long, such as batches that repeat a few images.
+            stages.say(samples.note)
         question = {
             "candidates": {candidate.name: candidate.code(part, is_only) for candidate in chosen},
             "batch_size": samples.batch_size,
@@ -278,8 +281,8 @@ def _compared(
             if not candidate.at_random:
                 series.setdefault(candidate.series or name, []).append(name)
 
-        def order(name: str) -> tuple[float, float]:
-            return row_of(table, figure, entrants[name].candidate).order
+        def order(rows: Table, name: str) -> tuple[float, float]:
+            return row_of(rows, figure, entrants[name].candidate).order
 
         varying = [name for name in changed if by_data(entrants[name].model)]
         # The speed that is wanted is that of batches.
