@@ -32,9 +32,9 @@ from mmod.io.store import STORE, Store
 from mmod.planning.advice import Advice
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import NOISE
-from mmod.planning.early import BATCH, SHARES, look_at, near_front
-from mmod.planning.entrants import changed_models, evaluate_once, rows_of
-from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Costs, Images, look_order
+from mmod.planning.early import BATCH, look_at, near_front
+from mmod.planning.entrants import changed_models, evaluate_once, row_of
+from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Images, look_order
 from mmod.planning.trials import ROUNDS
 from mmod.planning.untrained import image_candidates
 from scripts.doc_tables import markdown
@@ -80,9 +80,8 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     rounds = near_front(table, candidates, AGREEMENT, first, lambda: (times, 1.0))
     for _ in compare(table, rounds, evaluate, Runner(progress=False)):
         pass
-    uncounted = dict.fromkeys(recorded.scores, Costs(None, None))
-    rows = rows_of(table, AGREEMENT, candidates, set(), uncounted, "image", is_only=True, decimals=SHARES)
-    return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
+    rows = tuple(row_of(table, AGREEMENT, candidate) for candidate in candidates.values())
+    return Advice(rows, {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
 
 
 class Outcome(NamedTuple):

@@ -182,10 +182,10 @@ def test_several_capacities_and_own_blocks_replace_the_plan() -> None:
     assert mmod.preset("gradual", depth=6, capacity=shares).capacity == shares
     assert mmod.preset("gradual", capacity=shares).at_depth(6).capacity == shares
     assert mmod.preset("gradual", depth=6, blocks=(1, 2), capacity=0.5).capacity == 0.5
-    with pytest.raises(ValueError, match=r"'pixelprune' keeps what reaches a threshold.*leave out capacity=0\.5"):
+    with pytest.raises(ValueError, match=r"'pixelprune' selects by a threshold.*leave out capacity=0\.5"):
         mmod.preset("pixelprune", capacity=0.5)
     aimed = r"leave out capacity=0, .*or losses=\{'load': 0\.01, 'capacity': 1\.0\}, which aim at it in training"
-    with pytest.raises(ValueError, match=rf"'modification' keeps what reaches a threshold.*{aimed}"):
+    with pytest.raises(ValueError, match=rf"'modification' selects by a threshold.*{aimed}"):
         mmod.preset("modification", capacity=0)
     assert mmod.preset("modification", capacity=0.5, losses={"load": 0.01, "capacity": 1.0}).capacity == 0.5
     assert mmod.preset("pixelprune", capacity=0.5, select="topk").capacity == 0.5

@@ -203,7 +203,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
             "grad_checkpointing": True,
             "routing": {"router": "attention"},
         },
-        "loses the importance that routers read where grad_checkpointing recomputes",
+        "grad_checkpointing then loses the importance that routers read",
     ),
     (TrainConfig, {"distributed.timeout": 0.0}, "distributed.timeout must be "),
     (TrainConfig, {"data.channels": 4}, "data.channels must be one of 1, 3, got 4"),
