@@ -145,14 +145,16 @@ def for_speed(
 def _repeated(table: Table, name: str, samples: int) -> Table:
     """Return the rows of a candidate and the dense model if all samples were like those that the candidate has.
 
-    Intervals over few samples are wide: so they can be compared with those over all.
+    Intervals over few samples are wide: so they can be compared with those over all. The samples are repeated whole, so
+    that the mean is theirs, and no candidate looks worse than on these alone.
     """
     repeated = Table(times=table.times)
     few = evaluated(table, name)
+    times = -(-samples // few)
     for one in (DENSE, name):
         columns = table.runs[one][0].outcomes
-        outcomes = {column: np.resize(values[:few], (samples, *values.shape[1:])) for column, values in columns.items()}
-        repeated.add(one, 0, Measured({}, samples=samples, outcomes=outcomes))
+        outcomes = {column: np.concatenate([values[:few]] * times) for column, values in columns.items()}
+        repeated.add(one, 0, Measured({}, samples=times * few, outcomes=outcomes))
     return repeated
 
 

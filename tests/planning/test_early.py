@@ -35,6 +35,13 @@ def order_in(ms: Mapping[str, float], table: Table, name: str) -> tuple[float, f
     return -float(table.runs[name][0].outcomes["right"].mean()), ms[name]
 
 
+def by_interval(ms: Mapping[str, float], table: Table, name: str) -> tuple[float, float]:
+    """Put the candidates first that lose least by the worse end of their interval, and of those the fastest."""
+    difference = gap(table, "right", name, DENSE)
+    assert difference is not None
+    return -difference.low, ms[name]
+
+
 @given(
     st.dictionaries(
         st.sampled_from("abcdef"),
@@ -158,18 +165,31 @@ def test_few_samples_rank_by_the_interval_that_as_many_like_them_would_have(gain
     ms = {DENSE: 12.0, "equal": 6.0, "changed": 5.0}
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=samples, outcomes={"right": outcomes[DENSE]}))
-
-    def order(rows: Table, name: str) -> tuple[float, float]:
-        difference = gap(rows, "right", name, DENSE)
-        assert difference is not None
-        return -difference.low, ms[name]
-
+    order = partial(by_interval, ms)
     times = {"batch": {name: [value] * 3 for name, value in ms.items()}}
     series = [["equal"], ["changed"]]
     rounds = for_speed(table, series, [], [], "right", first, lambda *_: (times, 1.0), 3, 1.9, order)
     looks = [look.name for look in compare(table, rounds, evaluator(outcomes), Runner(progress=False))]
     expected = "changed" if gained == 20 else "equal"
     assert looks == ["equal", "changed", expected, expected]
+
+
+@pytest.mark.parametrize("samples", [70, 100])
+def test_what_few_samples_leave_has_not_the_best_interval(samples: int) -> None:
+    """Repeated in part, the first samples counted more than the others, and what was left on them was named."""
+    names = [*"abcdef"]
+    times = {"batch": {name: [1.0] * 3 for name in names} | {DENSE: [2.0] * 3}}
+    for seed in range(40):
+        draws = np.random.default_rng(seed)
+        right = draws.random(samples) < 0.8
+        outcomes = {DENSE: right * 1.0} | {name: (right ^ (draws.random(samples) < 0.07)) * 1.0 for name in names}
+        table = Table()
+        table.add(DENSE, 0, Measured({}, samples=samples, outcomes={"right": outcomes[DENSE]}))
+        order = partial(by_interval, {name: float(number) for number, name in enumerate(names)})
+        series = [[name] for name in names]
+        rounds = for_speed(table, series, [], [], "right", 64, lambda *_: (times, 1.0), 3, 1.9, order)
+        list(compare(table, rounds, evaluator(outcomes), Runner(progress=False)))
+        assert evaluated(table, min(names, key=partial(order, table))) == samples
 
 
 @pytest.mark.parametrize("wrong", [0.75, 1.0, 1.28])
