@@ -219,9 +219,10 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
     converted = converted_class(mixins, host_class(module), shell)
     apart = [other for other in mixins if not other.mod_stacks]
     if len(apart) > 1 or (mixin in present and not isinstance(module, converted)):
+        by = f" by the method {_kind(module)!r}" if _kind(module) else ""
         raise ValueError(
-            f"this {type(module).__name__} was converted by the method {_kind(module)!r}, so {mixin.__name__} cannot "
-            "convert it: call mmod.undo_ first"
+            f"this {type(module).__name__} was converted{by}, so {mixin.__name__} cannot convert it: call mmod.undo_ "
+            "first"
         )
     taken = [name for name in mixin.mod_added_modules if _has(module, name)]
     if taken and not present:

@@ -297,6 +297,10 @@ def test_mixins_do_not_replace_each_other(half: Any) -> None:
     mlp = model.blocks[1].mlp
     with pytest.raises(ValueError, match="was converted by the method 'half', so Other cannot convert it"):
         convert(mlp, type("Other", (Mixin,), {}), None)
+    # One that no method put there.
+    convert(model.norm, type("Own", (Mixin,), {}), None)
+    with pytest.raises(ValueError, match="was converted, so Other cannot convert it"):
+        convert(model.norm, type("Other", (Mixin,), {}), None)
     with pytest.raises(TypeError, match=r"Plain must derive from mmod\.blocks\.Mixin"):
         convert(model.blocks[0].mlp, type("Plain", (nn.Module,), {}), None)
     convert(model.blocks[2].attn, Untouched, None)
