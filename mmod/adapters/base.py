@@ -298,8 +298,13 @@ class NamedArguments(CallForm, BlockCall):
         """Raise a ValueError for arguments that cannot be narrowed to kept tokens or images."""
         if self.boundaries and self._implementation != MASKED[0]:
             raise self._refused("cannot tell routed images in one sequence apart")
-        if not isinstance(arguments.get(self.mask), Tensor | None):
-            raise self._refused("has no mask that can be narrowed to kept tokens")
+        mask = arguments.get(self.mask)
+        if not isinstance(mask, Tensor | None):
+            # As that of flex attention.
+            raise ValueError(
+                f"attention by {self._implementation!r} got a {type(mask).__name__} as {self.mask!r}, which cannot be "
+                "narrowed to kept tokens: pass a tensor or None, in transformers by attn_implementation='sdpa'"
+            )
         known = (*self.images, *self.shared)
         if not self.suffix:
             known = (*self.rows, *known, self.mask, self.index_argument)

@@ -460,8 +460,11 @@ def test_an_attention_without_masks_says_so_where_a_mask_is_needed() -> None:
     assert call.with_mask({}, None) == {}
     model.config._attn_implementation = "flex_attention"
     mask = create_block_mask(lambda b, h, q, k: q >= 0, None, None, 4, 4, device="cpu")
-    with pytest.raises(ValueError, match=r"'flex_attention' has no mask that can be narrowed to kept.*='sdpa'"):
+    with pytest.raises(ValueError, match=r"'flex_attention' got a BlockMask as .* narrowed to kept.*='sdpa'"):
         call.bind((), {call.mask: mask})
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match=r"got a bool as .*: pass a tensor or None, "):
+        call.bind((), {call.mask: False})
 
 
 def test_the_page_shows_what_the_trials_show() -> None:
