@@ -341,11 +341,12 @@ def _check_question(folder: Path, question: Mapping[str, object]) -> None:
     changed = [name for name, value in question.items() if differences({name: answered.get(name)}, {name: value})]
     if not changed:
         return
-    # A model is known by its outputs, which are others for other samples.
+    # A model is known by its outputs, which are others for other samples; an earlier version knew it by other ones.
     named = [name for name in changed if name != "model" or "samples" not in changed]
     raise FolderTakenError(
-        f"{str(folder / taken[0])!r} is advice on another question, which differs in {', '.join(named)}: remove it, or "
-        "name another folder, `folder=...` in Python and --output FOLDER of `mmod advise`"
+        f"{str(folder / taken[0])!r} is advice on another question or by another version of mmod, which differs in "
+        f"{', '.join(named)}: remove it, or name another folder, `folder=...` in Python and --output FOLDER of "
+        "`mmod advise`"
     )
 
 

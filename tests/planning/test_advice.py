@@ -737,7 +737,7 @@ def test_a_finished_answer_runs_the_dense_model_on_its_first_images_alone(
             mmod.advise(make(), [changed], **options)
     turned = make()
     turned.head.weight.data[0] *= 1.1
-    with pytest.raises(FileExistsError, match="differs in model: remove"):
+    with pytest.raises(FileExistsError, match="by another version of mmod, which differs in model: remove"):
         mmod.advise(turned, [(images, labels)], **options)
 
 
