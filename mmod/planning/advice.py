@@ -272,7 +272,10 @@ class Advice:
         if first < self.images and not self._guessing:
             told = f"{first} {self.samples}: clearly beaten there by what is as fast; all others ran on {self.images}."
             if self.faster is not None:
-                told = f"Fewer than {self.images} {self.samples}: by these, likely to lose more than what is named."
+                told = (
+                    f"Fewer than {self.images} {self.samples}: if all were like these, the lower end of their interval "
+                    "would lie below that of what is named."
+                )
             measured.append(told)
         if self.samples == "prompts" and self.accuracy is None:
             measured.append("The prompts have no answers, so that next tokens decide.")
@@ -305,7 +308,11 @@ class Advice:
         brackets = f"In brackets: quartiles of speeds, and 95 % intervals over {self.samples}."
         if self._guessing or not any(row.on_front for row in self.rows):
             return brackets
-        return f"`*`: {ON_FRONT} {brackets}"
+        of_all = ""
+        if self.faster is not None:
+            # Others may have a better mean, by luck.
+            of_all = f"of what ran on all {self.images} {self.samples}, "
+        return f"`*`: {of_all}{ON_FRONT} {brackets}"
 
     @property
     def _too_small(self) -> str:

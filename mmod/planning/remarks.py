@@ -47,7 +47,7 @@ def only_timed(table: Table, speed: float) -> list[str]:
     sentences = []
     if near:
         sentences.append(
-            f"Just below the wanted speed: {', '.join(near)}. A slightly lower one would evaluate their like."
+            f"Just below the wanted speed: {', '.join(near)}. Ask for a slightly lower one to have these evaluated."
         )
     if slow:
         sentences.append(f"Only timed, too slow: {', '.join(slow)}.")
