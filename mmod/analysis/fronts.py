@@ -34,7 +34,7 @@ class Mark(NamedTuple):
         low: Lower end of the bar at its score, `high` the upper one.
         note: What a browser shows of it besides name and figures.
         is_named: It gets its name and its bar off the front too.
-        may_lead: It may be on the front, unlike controls, and what few samples alone were evaluated on.
+        may_lead: It may be on the front. Controls may not, nor may models that were evaluated on few samples alone.
     """
 
     name: str

@@ -86,10 +86,10 @@ def for_speed(
 ) -> Iterator[list[Look]]:
     """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
 
-    All are timed, and timed further where rounds leave open whether they reach the speed. Of each series, the first
-    that reaches it is needed, as smaller ones mostly lose more; if none does, the fastest. These are evaluated on few
-    samples, and the one that would be the answer if all were like these on ever more, until it is so on all. Unless it
-    clearly loses, the next smaller one of its series follows, and of what loses as little: it may lose no more.
+    All are timed, and timed further where rounds leave open whether they reach the speed. The first of each series that
+    reaches it is evaluated on few samples, as smaller ones mostly lose more; if none reaches it, the fastest of all is.
+    Then the best one, ranked as if all samples were like those that it has, gets twice as many, until the best one has
+    all. Unless that clearly loses, the next smaller one of its series is evaluated too, and so is that of each tie.
 
     Args:
         table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
@@ -101,7 +101,7 @@ def for_speed(
         times: Returns the times of candidates in rounds, by their numbers, and `Table.waiting`.
         rounds: Number of rounds.
         speed: The speed-up that is wanted.
-        order: From a table and a candidate to what is least for the answer, see `AdviceRow.order`.
+        order: Ranks a candidate by its rows in a table: the answer has the least value, see `AdviceRow.order`.
     """
     names = list(dict.fromkeys(chain(*series, own)))
     table.times, table.waiting = times(names, range(rounds))
