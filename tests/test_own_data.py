@@ -56,6 +56,7 @@ SMALL = {
     "train chat mine.yaml --output": "--data.train questions:tiny/train --data.val questions:tiny/val "
     f"--max_new_tokens 6 {CHAT}",
     "tradeoff my-model": "",
+    "tradeoff my-model --dense.model": "",
     # Written from the config that comes with mmod, and told of its model by the test.
     "tradeoff study.yaml": "",
 }
@@ -135,12 +136,15 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
             told = {**told, "checkpoint": "weights.safetensors"}
             save_file(timm.create_model(VIT, **told["args"]).state_dict(), folder / "weights.safetensors")
         words = [f"--dense.model.{key} {shlex.quote(json.dumps(value))}" for key, value in told.items()]
-        # The folder that the config names as it comes.
+        # The folder that the config names as it comes, and that of the page.
         (folder / "data/mine/val").mkdir(parents=True)
+        (folder / "data/flowers/val").mkdir()
         # Every budget on the smallest grid, and one on those that take longer to count.
         few = "--budgets '[0.7]'" if side > 32 else ""
         monkeypatch.setitem(SMALL, "tradeoff my-model", few)
-        monkeypatch.setitem(SMALL, "tradeoff study.yaml", f"{' '.join(words)} --dense.data.image_size {side} {few}")
+        smaller = f"{' '.join(words)} --dense.data.image_size {side} {few}"
+        monkeypatch.setitem(SMALL, "tradeoff my-model --dense.model", smaller)
+        monkeypatch.setitem(SMALL, "tradeoff study.yaml", smaller)
         # The run of the page on images, whose final model is not loaded where a study is planned alone.
         (folder / "runs/flowers").mkdir(parents=True)
         data = {"source": "folder", "root": "data/flowers", "image_size": side, "channels": 3}
@@ -167,7 +171,7 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
         assert sorted(path.name for path in (folder / "data/flowers").iterdir()) == ["train", "val"]
         assert len(list((folder / "data/flowers/val").rglob("*.jpg"))) == 2 * len(CLASSES)
     if name in STUDIED:
-        assert len(planned) == 3
+        assert len(planned) == 4
         assert all(models == planned[0] for models in planned)
         # Controls that are no rows are named by their models.
         series = {run.rpartition("-")[0] for run in planned[0] if not run.startswith(("random-merge", "random-a-mod"))}
