@@ -137,6 +137,12 @@ def load_pretrained(
     folder = local_folder(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
         _refuse_model(model, "transformers")
+        if options.get("output_loading_info"):
+            raise TypeError(
+                "load_pretrained returns the model alone, without output_loading_info, which its Auto class of "
+                f"transformers takes: from_pretrained({str(folder)!r}, trust_remote_code=True, "
+                "output_loading_info=True)"
+            )
         check_weights(folder)
         loaded: nn.Module = load_transformers(folder, **options)
         # Where `device_map` has placed it, nothing moves it.
