@@ -56,7 +56,9 @@ def apply_(
     if not isinstance(method, Method):
         raise TypeError(f"method must be a method of mmod.methods or a RoutingConfig, got {brief(method)}")
     change_(model, method, tokens)
-    _caution(method, adapted_model(model))
+    caution = method.caution(adapted_model(model))
+    if caution:
+        warnings.warn(caution, stacklevel=2)
     return model
 
 
@@ -75,13 +77,6 @@ def change_(model: Model, method: Method, tokens: Tokens | None = None) -> Model
     with declared(inner, tokens):
         method.apply_(inner)
     return model
-
-
-def _caution(method: Method, model: Any) -> None:
-    """Warn where a method does what its user hardly means."""
-    caution = method.caution(model)
-    if caution:
-        warnings.warn(caution, stacklevel=3)
 
 
 def route_(
@@ -130,9 +125,7 @@ def route_(
         configs = _configs_by_part(find_parts(inner), config, parts)
         if training_only is not None:
             configs = {name: value.replace(training_only=training_only) for name, value in configs.items()}
-        route = Route(configs)
-        route.apply_(inner)
-        _caution(route, inner)
+        Route(configs).apply_(inner)
     return model
 
 

@@ -36,7 +36,7 @@ from mmod.methods.base import (
     register_method,
 )
 from mmod.methods.prepare import prepare
-from mmod.routing import BorrowedScore, DecoderRouter, Router, share_score, unshare_score
+from mmod.routing import BorrowedScore, Router, share_score, unshare_score
 from mmod.values import check_module, check_value
 
 
@@ -153,24 +153,6 @@ class Route(Method):
             raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}")
         return {name: available[name]() for name in self.parts}
 
-    def caution(self, model: nn.Module) -> str:
-        """Return which whole routed blocks of images run on class and register tokens alone."""
-        names = []
-        for name, block in model.named_modules():
-            if not isinstance(block, RoutedBlock) or isinstance(block.router, DecoderRouter):
-                continue
-            config = block.router.config
-            # Where they attend to all, or miss one branch alone, they see the patches.
-            sees_patches = config.operator != "block" or config.context == "all"
-            if not block.router.capacity and config.select == "topk" and not sees_patches:
-                names.append(name)
-        if not names:
-            return ""
-        return (
-            f"capacity 0: no patch runs in {', '.join(names)}, only tokens that are always kept, such as the class "
-            "token, which see no patch. Set a capacity above 0, such as 0.5"
-        )
-
     def check(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Raise a ValueError if a part is already routed; `change` runs all other checks before it changes anything."""
         others = [method for method in methods_of(model) if isinstance(method, Route)]
@@ -186,6 +168,10 @@ class Route(Method):
                 f"another part of this {type(model).__name__} is routed in training and evaluation, or in training "
                 "alone: training_only must be the same for all parts"
             )
+        for name, stack in stacks.items():
+            # Where capacities were set after routing, they are those of a saved model, which ran.
+            if not self.capacities and not stack.language:
+                _refuse_no_patches(stack, self.parts[name])
 
     def change(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Convert the blocks of each part in place."""
@@ -241,6 +227,20 @@ class Route(Method):
         super().restore(model)
         for module in model.modules():
             unshare_score(module)
+
+
+def _refuse_no_patches(stack: BlockStack, config: RoutingConfig) -> None:
+    """Raise a ValueError if a config says capacity 0 of all its blocks, and whole blocks see kept tokens alone."""
+    # A plan that lists capacities means a 0 among them, as searches do.
+    if config.capacity != 0 or config.select != "topk":
+        return
+    for row in config.resolved(len(stack.blocks)).rows:
+        # Where they attend to all, or miss one branch alone, they see the patches.
+        if row.operator == "block" and row.context == "kept":
+            raise ValueError(
+                f"capacity 0 leaves {stack.names[row.block]} no patch to run on: capacity must be in (0, 1]. To keep "
+                "only tokens such as a class token there, list a capacity for each block"
+            )
 
 
 def _runs_inside(stack: BlockStack, config: RoutingConfig) -> bool:

@@ -55,7 +55,12 @@ class Option(NamedTuple):
 
     def config(self, blocks: Iterable[int], router: Score) -> RoutingConfig:
         """Return the config that routes some blocks this way; `router` selects tokens at a capacity above 0."""
-        return RoutingConfig(blocks=tuple(blocks), router=router, **self._asdict())
+        indices = tuple(blocks)
+        # One for each: as one number for all blocks, 0 is refused.
+        capacity = (self.capacity,) * len(indices)
+        return RoutingConfig(
+            blocks=indices, capacity=capacity, router=router, operator=self.operator, context=self.context
+        )
 
 
 def named_options(options: PlanOptions) -> list[Option] | None:

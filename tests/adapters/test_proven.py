@@ -169,23 +169,40 @@ def test_attention_that_runs_in_both_halves_is_told_once(
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "told"),
+    ("name", "config"),
     [
-        ("test_vit", mmod.preset("mod", capacity=0), 1),
-        ("sdpa, registers", mmod.preset("mod", capacity=0), 1),
-        ("test_vit", mmod.RoutingConfig(router="stride", blocks=(1, 2), capacity=(0.5, 0.0)), 1),
-        ("test_vit", mmod.RoutingConfig(router="stride", capacity=0, context="all"), 0),
-        ("test_vit", mmod.RoutingConfig(router="stride", capacity=0, operator="mlp"), 0),
-        ("sdpa, registers", mmod.preset("mod"), 0),
+        ("test_vit", mmod.preset("mod", capacity=0)),
+        ("sdpa, registers", mmod.preset("mod", capacity=0)),
+        ("test_vit", mmod.RoutingConfig(capacity=0, blocks=(1, 2), operator=("mlp", "block"))),
     ],
 )
-def test_blocks_in_which_no_patch_runs_are_told_once(
-    name: str, config: mmod.RoutingConfig, told: int, recwarn: pytest.WarningsRecorder, tmp_path: Path
+def test_one_capacity_of_zero_is_refused_where_whole_blocks_see_no_patch(
+    name: str, config: mmod.RoutingConfig, tmp_path: Path
 ) -> None:
-    made = [make(name) if name in ROUTED else make_model(name) for _ in range(2)]
-    mmod.save_pretrained(mmod.route_(made[0], config), tmp_path)
-    mmod.load_pretrained(tmp_path, **({"model": made[1]} if name in ROUTED else {}))
-    assert sum(str(warning.message).startswith("capacity 0: no patch runs in ") for warning in recwarn) == told
+    def make_dense() -> Any:
+        return make(name) if name in ROUTED else make_model(name)
+
+    model = make_dense()
+    before = {key: type(module) for key, module in model.named_modules()}
+    for change in (mmod.route_, mmod.apply_):
+        with pytest.raises(ValueError, match=r"no patch to run on: capacity must be in \(0, 1\]"):
+            change(model, config)
+        assert {key: type(module) for key, module in model.named_modules()} == before
+    # A capacity that is set later is meant, and so is one of each block; both load again.
+    mmod.set_capacity_(mmod.route_(model, config.replace(capacity=0.5)), 0)
+    zeros = tuple(mmod.capacities(model).values())
+    for method in (mmod.methods.Route({"image": config}, zeros), config.replace(capacity=zeros)):
+        changed = mmod.apply_(make_dense(), method)
+        mmod.save_pretrained(changed, tmp_path, overwrite=True)
+        loaded = mmod.load_pretrained(tmp_path, **({"model": make_dense()} if name in ROUTED else {}))
+        assert mmod.capacities(loaded) == mmod.capacities(model)
+        assert set(zeros) == {0.0}
+
+
+@pytest.mark.parametrize("changes", [{"context": "all"}, {"operator": "mlp"}])
+def test_a_capacity_of_zero_works_where_blocks_see_the_patches(changes: dict[str, str]) -> None:
+    model = mmod.route_(make_model("test_vit"), mmod.RoutingConfig(router="stride", capacity=0, **changes))
+    assert set(mmod.capacities(model).values()) == {0.0}
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2", "clip", "dinov3", "siglip"])

@@ -66,7 +66,7 @@ def test_blocks_without_two_plain_branches_are_refused(name: str) -> None:
 def test_capacity_zero_leaves_protected_tokens(name: str) -> None:
     model, images = make_model(name), make_images(name, 2)
     prefix = model.num_prefix_tokens
-    config = mmod.RoutingConfig(router="stride", blocks=(2,), capacity=0)
+    config = mmod.RoutingConfig(router="stride", blocks=(2,), capacity=(0.0,))
     if not prefix:
         with pytest.raises(ValueError, match=r"must be in \(0, 1\]"):
             mmod.route_(model, config)

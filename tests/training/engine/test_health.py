@@ -110,7 +110,7 @@ def test_routers_that_do_not_learn_are_not_told_to_set_losses(router: str, reaso
         routed(content, select=mmod.Threshold(0.5), gate="sigmoid"),
         routed(content, **STEP, gate="step"),
         routed("linear", capacity=1.0, blocks=(1,)),
-        routed("linear", capacity=0.0),
+        routed("linear", capacity=(0.0, 0.0)),
     ],
 )
 def test_a_healthy_router_gives_no_warning(config: mmod.RoutingConfig) -> None:
