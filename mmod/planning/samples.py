@@ -20,11 +20,11 @@ from mmod.analysis.counting import by_data, meta_copy, pass_flops
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
-from mmod.analysis.table import DENSE, Measured, rows_once
+from mmod.analysis.table import Measured
 from mmod.analysis.timing import DRAWS, PASSES, Reading, reading_of
 from mmod.analysis.tracing import trace
 from mmod.io.jobs import Callback
-from mmod.io.store import Store, fingerprint
+from mmod.io.store import fingerprint
 from mmod.planning.candidate import MEASURES, ImageSize, Measure
 from mmod.planning.divergence import PromptBatch, compared, outputs, real_tokens
 from mmod.planning.early import BATCH
@@ -90,10 +90,8 @@ class Images:
         labels: Tensor | None,
         batch_size: int,
         measure: Measure | None = None,
-        store: Store | None = None,
     ) -> None:
         self._dense = model
-        self._store = store or Store()
         self.part = part
         self.prefix = prefix
         order_N = look_order(len(pixels)).to(pixels.device)
@@ -220,12 +218,9 @@ class Images:
 
     def evaluate(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Measured:
         """Return whether the top class of some images is the dense model's, or the mean cosine over rows."""
+        if model is self._dense:
+            return self._compared(model, self.dense_outputs(callback)[start:stop], start)
         return self._compared(model, self._outputs(model, start, stop, callback), start)
-
-    def evaluate_dense(self, model: nn.Module, callback: Callback = lambda share: None) -> Measured:
-        """Return the same of the dense model on all images."""
-        identity = {**self.identity, "candidate": DENSE}
-        return rows_once(self._store, identity, lambda: self._compared(model, self.dense_outputs(callback), 0))
 
     def dense_outputs(self, callback: Callback = lambda share: None) -> Tensor:
         """Return the dense model's outputs for all images; what a store has needs those of the first ones alone."""
@@ -472,10 +467,6 @@ class Prompts:
             self.check(model)
         image_BN = (self.batches[0]["input_ids"] == self.image_token).cpu()
         return {name: float(routing.keep_BN.cpu()[image_BN].float().mean()) for name, routing in decisions.items()}
-
-    def evaluate_dense(self, model: nn.Module, callback: Callback = lambda share: None) -> Measured:
-        """Return the outcomes of the dense model on all prompts, whose answers it generates."""
-        return self.evaluate(model, 0, len(self), callback)
 
     def evaluate(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Measured:
         """Return the share of a prompt's next tokens that are the dense model's, and whether its answer is right."""

@@ -27,7 +27,7 @@ from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice, Page
 from mmod.planning.candidate import TOLERANCE, Candidate, ImageSize, Measure
 from mmod.planning.divergence import PromptBatch, check_batches
-from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, near_front
+from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, look_at, near_front
 from mmod.planning.entrants import Entrant, changed_models, evaluate_once, ready_models, row_of, rows_of, time_in_turns
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.remarks import as_they_are, attending_twice, drawn_at_random, only_timed, untrained
@@ -181,7 +181,7 @@ def advise(
                 chosen = [*chosen, *smaller]
         else:
             given = first_images(batches, images)
-            samples = Images(model, part, stack.prefix, *given, batch_size, measure, results)
+            samples = Images(model, part, stack.prefix, *given, batch_size, measure)
             stages.begin("fitting to FLOPs", _FITTING)
             if candidates is None:
                 image = samples.pixels[:1].to(samples.device)
@@ -291,8 +291,9 @@ def _compared(
         rounds = for_speed(table, budgets, own, varying, figure, samples.first, times, FEW_ROUNDS, faster, order)
         later = len(samples) - samples.first
     # On all samples, since every look is compared with it.
+    (all_samples,) = look_at([DENSE], 0, len(samples))
     stages.begin("answers of the dense model", len(samples))
-    table.add(DENSE, 0, samples.evaluate_dense(dense, stages.update))
+    table.add(DENSE, 0, evaluate_once(results, entrants, all_samples, stages.update))
     if samples.has_labels:
         guessing = say_guessing(mean_of(table, CORRECT, DENSE), samples.classes, len(samples))
         if guessing:
