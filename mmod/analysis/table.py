@@ -87,14 +87,18 @@ class Table:
     waiting: float = 1.0
 
     def add(self, name: str, seed: int, rows: Measured) -> None:
-        """Add the rows of a candidate and seed; outcomes join those of samples before."""
+        """Add the rows of a candidate and seed; outcomes and kept shares join those of samples before."""
         by_seed = self.runs.setdefault(name, {})
         before = by_seed.get(seed)
         if before is not None and rows.outcomes:
             joined = {
                 column: np.concatenate([before.outcomes[column], values]) for column, values in rows.outcomes.items()
             }
-            rows = rows._replace(samples=before.samples + rows.samples, outcomes=joined)
+            samples = before.samples + rows.samples
+            kept = {}
+            for place, share in rows.kept.items():
+                kept[place] = (before.samples * before.kept[place] + rows.samples * share) / samples
+            rows = rows._replace(samples=samples, outcomes=joined, kept=kept)
         by_seed[seed] = rows
 
     def figures(self, name: str) -> dict[int, Mapping[str, float]]:

@@ -50,9 +50,9 @@ class Entrant(NamedTuple):
     samples: Images | Prompts
     attends_twice: bool = False
 
-    def costs(self, number: int) -> Costs:
-        """Return what one of the first samples costs the model."""
-        return self.samples.costs(self.model, number)
+    def costs(self, kept: Mapping[str, float]) -> Costs:
+        """Return what a sample costs the model, by the shares that `Measured` has."""
+        return self.samples.costs(self.model, kept)
 
     @property
     def chooses(self) -> bool:

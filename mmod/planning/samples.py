@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.table import Measured
 from mmod.analysis.timing import DRAWS, PASSES, Reading, reading_of
-from mmod.analysis.tracing import trace
+from mmod.analysis.tracing import Trace, trace
 from mmod.io.jobs import Callback
 from mmod.io.store import fingerprint
 from mmod.planning.candidate import MEASURES, ImageSize, Measure
@@ -36,7 +37,8 @@ from mmod.values import one_of
 
 # Samples of the first look at all candidates; the others are run for candidates near the front.
 FIRST_LOOK = 64
-_AT_ONCE = 32
+# More at once are slower on a CPU, whose caches do not hold what passes between layers.
+_AT_ONCE = 16
 _ROW = "one row of numbers for an image, (B, F)"
 # What a measure compares, of each image.
 _RETURNED: dict[Measure, str] = {"top1": _ROW, "features": _ROW, "patches": "a row for each patch, (B, N, F)"}
@@ -105,11 +107,12 @@ class Images:
         self.pixels = pixels
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
+        self.counted = counted_part(model, part, pixels[:1])
         facts = image_facts(model)
         try:
             # Of the dense model: outputs on other grids are brought to this one.
             with watch_grid(model) as seen:
-                self._dense_NRF = self._outputs(model, 0, _AT_ONCE)
+                self._dense_NRF, _ = self._outputs(model, 0, _AT_ONCE)
         # As hosts refuse sizes of images.
         except (RuntimeError, AssertionError) as error:
             shape = tuple(pixels.shape)
@@ -137,7 +140,6 @@ class Images:
             # The same outputs may be compared in several ways.
             self.identity["measure"] = measure
         self.first = min(FIRST_LOOK, len(pixels))
-        self.counted = counted_part(model, part, pixels[:1])
         self.size = (int(pixels.shape[2]), int(pixels.shape[3]))
         self.patches = facts.patch or _patch_of(self.size, seen.grid)
 
@@ -159,28 +161,20 @@ class Images:
         (side,) = sides
         return redundancy(whole_patches(self.pixels, side), side)
 
-    def costs(self, model: nn.Module, count: int | None = None) -> Costs:
-        """Return the FLOPs of a pass over an image: a mean over the first ones, where they follow from the data."""
+    def costs(self, model: nn.Module, kept: Mapping[str, float]) -> Costs:
+        """Return the FLOPs of a pass over an image.
+
+        Args:
+            kept: See `Measured`; of a model whose cost follows from its images.
+        """
         path, inputs, size = self.counted
         counted = model.get_submodule(path)
         # A model of one's own may read values of images, and a count has none.
         with suppress(NotImplementedError, RuntimeError, AssertionError, ValueError):
             if not by_data(counted):
                 return Costs(pass_flops(meta_copy(counted), inputs), None)
-            return Costs(flops(counted, size, self._kept_shares(counted, model, count or len(self))).routed, None)
+            return Costs(flops(counted, size, kept).routed, None)
         return Costs(None, None)
-
-    def _kept_shares(self, counted: nn.Module, model: nn.Module, count: int) -> dict[str, float]:
-        """Return the share of tokens that each place of a model keeps, mean over images, as a study has it."""
-        shares: dict[str, float] = {}
-        for start in range(0, count, _AT_ONCE):
-            stop = min(start + _AT_ONCE, count)
-            # A trace is that of one pass.
-            with trace(counted) as decisions:
-                self._outputs(model, start, stop)
-            for name, share in decisions.kept_shares().items():
-                shares[name] = shares.get(name, 0.0) + share * (stop - start) / count
-        return shares
 
     def check(self, model: nn.Module) -> None:
         """Run a model on one image; raises a ValueError where it cannot be run, or answers in another form."""
@@ -220,13 +214,14 @@ class Images:
         """Return whether the top class of some images is the dense model's, or the mean cosine over rows."""
         if model is self._dense:
             return self._compared(model, self.dense_outputs(callback)[start:stop], start)
-        return self._compared(model, self._outputs(model, start, stop, callback), start)
+        changed_NRF, kept = self._outputs(model, start, stop, callback)
+        return self._compared(model, changed_NRF, start)._replace(kept=kept)
 
     def dense_outputs(self, callback: Callback = lambda share: None) -> Tensor:
         """Return the dense model's outputs for all images; what a store has needs those of the first ones alone."""
         known = len(self._dense_NRF)
         if known < len(self):
-            others_NRF = self._outputs(self._dense, known, len(self), callback)
+            others_NRF, _ = self._outputs(self._dense, known, len(self), callback)
             self._dense_NRF = torch.cat([self._dense_NRF, others_NRF])
         return self._dense_NRF
 
@@ -247,19 +242,31 @@ class Images:
             outcomes[CORRECT] = (top_N == self.labels[start:stop].cpu()).double().numpy()
         return _measured(outcomes)
 
-    def _outputs(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Tensor:
-        """Return the outputs (N, R, F): one row per image, or one per patch."""
+    def _outputs(
+        self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the outputs (N, R, F), one row per image or per patch, and what `Costs` need of tokens kept."""
+        counted = model.get_submodule(self.counted[0])
+        tracing: Callable[[], AbstractContextManager[Trace | None]] = nullcontext
+        if by_data(counted):
+            tracing = partial(trace, counted)
+        kept: Counter[str] = Counter()
         done = 0
         batches = []
         for chunk in self.pixels[start:stop].split(_AT_ONCE):
-            rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
+            # A trace is that of one pass.
+            with tracing() as decisions:
+                rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
+            if decisions is not None:
+                for name, share in decisions.kept_shares().items():
+                    kept[name] += share * len(chunk) / (stop - start)
             if rows_NRF.shape[1] > 1:
                 # Rows of patches are many, and only compared.
                 rows_NRF = rows_NRF[:, self.prefix :].half()
             batches.append(rows_NRF.cpu())
             done += len(chunk)
             callback(done / (stop - start))
-        return torch.cat(batches)
+        return torch.cat(batches), dict(kept)
 
 
 def look_order(images: int) -> Tensor:
@@ -452,21 +459,12 @@ class Prompts:
             passes[name] = Reading([partial(run_batch, model, batch)], self.batch_size)
         return passes
 
-    def costs(self, model: nn.Module, count: int | None = None) -> Costs:
+    def costs(self, model: nn.Module, kept: Mapping[str, float]) -> Costs:
         """Return the FLOPs of the language model's prefill of a prompt of mean length, and the bytes of its cache."""
         images = sum(int((batch["input_ids"] == self.image_token).sum()) for batch in self.batches) // len(self)
         tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
-        counted = flops(model, Prompt(tokens - images, images), self._kept(model))
+        counted = flops(model, Prompt(tokens - images, images), kept or None)
         return Costs(counted.routed, counted.cache_bytes)
-
-    def _kept(self, model: nn.Module) -> dict[str, float] | None:
-        """Return the share of the first batch's image tokens that each layer keeps; None where it is known before."""
-        if not by_data(model):
-            return None
-        with trace(model) as decisions:
-            self.check(model)
-        image_BN = (self.batches[0]["input_ids"] == self.image_token).cpu()
-        return {name: float(routing.keep_BN.cpu()[image_BN].float().mean()) for name, routing in decisions.items()}
 
     def evaluate(self, model: nn.Module, start: int, stop: int, callback: Callback = lambda share: None) -> Measured:
         """Return the share of a prompt's next tokens that are the dense model's, and whether its answer is right."""
@@ -484,7 +482,16 @@ class Prompts:
         outcomes = {AGREEMENT: np.array(scores)}
         if self.has_labels:
             outcomes[CORRECT] = np.array(correct, np.float64)
-        return _measured(outcomes)
+        return _measured(outcomes)._replace(kept=self._kept(model))
+
+    def _kept(self, model: nn.Module) -> dict[str, float]:
+        """Return the share of the first batch's image tokens that each layer keeps; empty where it is known before."""
+        if not by_data(model):
+            return {}
+        with trace(model) as decisions:
+            self.check(model)
+        image_BN = (self.batches[0]["input_ids"] == self.image_token).cpu()
+        return {name: float(routing.keep_BN.cpu()[image_BN].float().mean()) for name, routing in decisions.items()}
 
     def _top(self, model: nn.Module, batch: PromptBatch) -> tuple[Tensor, str]:
         """Return the most probable next tokens (T,), and what tells their logits and labels from others."""

@@ -206,7 +206,7 @@ def advise(
         decimals = SHARES if samples.measure == AGREEMENT else COSINES
         table = _compared(entrants, figure, results, decimals, faster, stages, list(models))
         stages.begin("report", _REPORT)
-        costs = {name: entrants[name].costs(evaluated(table, name)) for name in table.runs}
+        costs = {name: entrants[name].costs(runs[0].kept) for name, runs in table.runs.items()}
         rows = tuple(rows_of(table, figure, entrants, costs, part, is_only, decimals))
     accuracy = None
     if samples.has_labels:

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count, groupby
+from itertools import count, groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from mmod.adapters import by_first_batch, find_stacks
 from mmod.analysis import fronts, timing
 from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import Estimate
-from mmod.analysis.table import Measured, rows_once
+from mmod.analysis.table import Measured, Table, rows_once
 from mmod.analysis.timing import Spread
 from mmod.blocks import MethodWarning
 from mmod.io import progress
@@ -681,7 +681,11 @@ def test_flops_that_follow_from_the_images_are_those_of_all() -> None:
     images = torch.cat([pictures(45), pictures(25, flat=True)])
     model = mmod.route_(make(), "pixelprune")
     with torch.no_grad():
-        counted = samples.Images(make(), "image", 1, images, None, 8).costs(model)
+        given = samples.Images(make(), "image", 1, images, None, 8)
+        table = Table()
+        for start, stop in pairwise([0, 40, len(images)]):
+            table.add("pixelprune", 0, given.evaluate(model, start, stop))
+        counted = given.costs(model, table.runs["pixelprune"][0].kept)
         with mmod.trace(model) as decisions:
             model(images)
     assert counted.flops == mmod.flops(model, SIDE, kept=decisions).routed
@@ -722,14 +726,15 @@ def test_a_finished_answer_runs_the_dense_model_on_its_first_images_alone(
     monkeypatch.setattr(samples, "outputs", counted)
     images = pictures(48)
     labels = torch.arange(48) % 3
-    tried = [Candidate("norm", routing={"router": "norm"})]
+    # The images decide what the second one costs, which is known once it has run on them.
+    tried = [Candidate("norm", routing={"router": "norm"}), Candidate("pixelprune", routing={"preset": "pixelprune"})]
     options: dict[str, Any] = {"batch_size": 2, "folder": tmp_path, "progress": False, "candidates": tried}
     advice = mmod.advise(make(), [(images, labels)], **options)
-    # Both models on all, and a first trial of the changed one.
-    assert sum(sizes) == 2 * 48 + 1
+    # All models on all, and a first trial of the changed ones.
+    assert sum(sizes) == 3 * 48 + 2
     sizes.clear()
     assert mmod.advise(make(), [(images, labels)], **options) == advice
-    assert sum(sizes) == 32 + 1
+    assert sum(sizes) == 16 + 2
     # What stands behind the first images is part of the question too.
     others = images.clone()
     others[-1] = others[-1].flip(-1) + 0.1
