@@ -12,7 +12,7 @@ import numpy as np
 
 from mmod.analysis.statistics import pareto_front, unbeaten
 from mmod.analysis.table import DENSE, Look, Measured, Table, evaluated, gap
-from mmod.analysis.timing import Times, further_rounds, ratios, relative_times
+from mmod.analysis.timing import Times, ratios, relative_times
 from mmod.planning.choice import NOISE, reaches
 
 BATCH = "batch"
@@ -72,74 +72,80 @@ def near_front(
         requested = looks(front_in(table, figure, decimals=decimals))
 
 
+def unclear_at(table: Table, series: Sequence[Sequence[str]], varying: Container[str], speed: float) -> Iterator[str]:
+    """Yield the candidates of which few rounds do not say whether they are the first of their series at a speed.
+
+    Args:
+        varying: Candidates whose cost depends on the samples, of which few rounds read few.
+    """
+    ms = table.times[BATCH]
+    for of_series in series:
+        for name in of_series:
+            spread = ratios(ms[DENSE], ms[name]).shown
+            is_sure = reaches(spread.low, speed)
+            if reaches(spread.high, speed) and (not is_sure or name in varying):
+                yield name
+            if is_sure:
+                break
+
+
 def for_speed(
     table: Table,
     series: Sequence[Sequence[str]],
     own: Sequence[str],
-    varying: Sequence[str],
     figure: str,
     first: int,
-    times: Callable[[Sequence[str], range], tuple[Times[str], float]],
-    rounds: int,
     speed: float,
     order: Callable[[Table, str], tuple[float, float]],
 ) -> Iterator[list[Look]]:
     """Yield rounds of a comparison for a wanted speed-up, in which each step leaves fewer candidates.
 
-    All are timed, and timed further where rounds leave open whether they reach the speed. The first of each series that
-    reaches it is evaluated on few samples, as smaller ones mostly lose more; if none reaches it, the fastest of all is.
-    Then the best one, ranked as if all samples were like those that it has, gets twice as many, until the best one has
-    all. Unless that clearly loses, the next smaller one of its series is evaluated too, and so is that of each tie.
+    The first of each series that reaches the speed is evaluated on few samples, as smaller ones mostly lose more; if
+    none reaches it, the fastest of all is. Then the best one, ranked as if all samples were like those that it has,
+    gets twice as many, until the best one has all. Unless that clearly loses, the next smaller one of its series is
+    evaluated too, and so is that of each tie.
 
     Args:
-        table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
+        table: Has the dense model on all samples and the times of all, and gets the rows of each round before more is
+            asked for.
         series: Names of candidates by series, the largest first.
         own: The user's models, of a series or controls, which are evaluated on few samples in any case.
-        varying: Candidates whose cost depends on the samples, of which few rounds read few.
         figure: The outcome that decides who is better.
         first: Number of samples of the first look.
-        times: Returns the times of candidates in rounds, by their numbers, and `Table.waiting`.
-        rounds: Number of rounds.
         speed: The speed-up that is wanted.
         order: Ranks a candidate by its rows in a table: the answer has the least value, see `AdviceRow.order`.
     """
-    names = list(dict.fromkeys(chain(*series, own)))
-    table.times, table.waiting = times(names, range(rounds))
-    if not names:
-        return
-    unclear = list(_unclear(table, series, varying, speed))
-    if unclear:
-        further, _ = times(unclear, further_rounds(rounds))
-        table.add_rounds(further)
     speedups = _speedups(table)
     reaching = [next((name for name in of_series if reaches(speedups[name], speed)), None) for of_series in series]
     chosen = [name for name in reaching if name is not None]
     chosen = chosen or sorted(chain(*series), key=speedups.__getitem__)[-1:]
-    yield look_at(dict.fromkeys([*chosen, *own]), 0, first)
     samples = evaluated(table, DENSE)
 
     def rank(name: str) -> tuple[float, float]:
         return order(_repeated(table, name, samples), name)
 
-    while chosen:
-        answer = min(chosen, key=rank)
+    yield look_at(dict.fromkeys([*chosen, *own]), 0, first)
+    ranks = {name: rank(name) for name in chosen}
+    while ranks:
+        answer = min(ranks, key=ranks.__getitem__)
         few = evaluated(table, answer)
         if few < samples:
             # Twice as many each time: what was lucky on few is left before it costs all.
             yield look_at([answer], few, min(2 * few, samples))
+            ranks[answer] = rank(answer)
             continue
         difference = gap(table, figure, answer, DENSE)
         if difference is not None and difference.high < 0:
             # It clearly loses, and so does what is smaller.
             return
-        loss, _ = rank(answer)
-        tied = {name for name in chosen if rank(name)[0] == loss}
+        loss, _ = ranks[answer]
+        tied = {name for name, (worst, _) in ranks.items() if worst == loss}
         followers = [smaller for larger, smaller in chain.from_iterable(map(pairwise, series)) if larger in tied]
-        smaller = [name for name in followers if name not in chosen and reaches(speedups[name], speed)]
+        smaller = [name for name in followers if name not in ranks and reaches(speedups[name], speed)]
         if not smaller:
             return
         yield look_at(smaller, 0, first)
-        chosen += smaller
+        ranks |= {name: rank(name) for name in smaller}
 
 
 def _repeated(table: Table, name: str, samples: int) -> Table:
@@ -156,19 +162,6 @@ def _repeated(table: Table, name: str, samples: int) -> Table:
         outcomes = {column: np.concatenate([values[:few]] * times) for column, values in columns.items()}
         repeated.add(one, 0, Measured({}, samples=times * few, outcomes=outcomes))
     return repeated
-
-
-def _unclear(table: Table, series: Sequence[Sequence[str]], varying: Container[str], speed: float) -> Iterator[str]:
-    """Yield the candidates of which few rounds do not say whether they are the first of their series at a speed."""
-    ms = table.times[BATCH]
-    for of_series in series:
-        for name in of_series:
-            spread = ratios(ms[DENSE], ms[name]).shown
-            is_sure = reaches(spread.low, speed)
-            if reaches(spread.high, speed) and (not is_sure or name in varying):
-                yield name
-            if is_sure:
-                break
 
 
 def _speedups(table: Table) -> dict[str, float]:

@@ -27,7 +27,7 @@ from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice, Page
 from mmod.planning.candidate import TOLERANCE, Candidate, ImageSize, Measure
 from mmod.planning.divergence import PromptBatch, check_batches
-from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, look_at, near_front
+from mmod.planning.early import BATCH, COSINES, SHARES, for_speed, front_in, look_at, near_front, unclear_at
 from mmod.planning.entrants import Entrant, changed_models, evaluate_once, ready_models, row_of, rows_of, time_in_turns
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.remarks import as_they_are, attending_twice, drawn_at_random, only_timed, untrained
@@ -266,6 +266,15 @@ def _compared(
     _, dense, samples, _ = entrants[DENSE]
     table = Table()
     changed = [name for name in entrants if name != DENSE]
+    # On all samples, since every look is compared with it.
+    (all_samples,) = look_at([DENSE], 0, len(samples))
+    stages.begin("answers of the dense model", len(samples))
+    table.add(DENSE, 0, evaluate_once(results, entrants, all_samples, stages.update))
+    if samples.has_labels:
+        guessing = say_guessing(mean_of(table, CORRECT, DENSE), samples.classes, len(samples))
+        if guessing:
+            # Said now, since what is measured from here on cannot help.
+            stages.say(f"Nothing will be advised: {guessing}")
     rounds: Iterable[list[Look]]
     if faster is None:
         passes = samples.readings(dense)
@@ -287,18 +296,14 @@ def _compared(
         varying = [name for name in changed if by_data(entrants[name].model)]
         # The speed that is wanted is that of batches.
         times = partial(time_in_turns, results, entrants, stages, [BATCH])
+        table.times, table.waiting = times(changed, range(FEW_ROUNDS))
         budgets = list(series.values())
-        rounds = for_speed(table, budgets, own, varying, figure, samples.first, times, FEW_ROUNDS, faster, order)
+        unclear = list(unclear_at(table, budgets, varying, faster))
+        if unclear:
+            further, _ = times(unclear, further_rounds(FEW_ROUNDS))
+            table.add_rounds(further)
+        rounds = for_speed(table, budgets, own, figure, samples.first, faster, order)
         later = len(samples) - samples.first
-    # On all samples, since every look is compared with it.
-    (all_samples,) = look_at([DENSE], 0, len(samples))
-    stages.begin("answers of the dense model", len(samples))
-    table.add(DENSE, 0, evaluate_once(results, entrants, all_samples, stages.update))
-    if samples.has_labels:
-        guessing = say_guessing(mean_of(table, CORRECT, DENSE), samples.classes, len(samples))
-        if guessing:
-            # Said now, since what is measured from here on cannot help.
-            stages.say(f"Nothing will be advised: {guessing}")
 
     def expected(later: float) -> Iterator[list[Look]]:
         for looks in rounds:

@@ -1159,7 +1159,7 @@ def test_each_timed_round_reads_other_images_and_all_models_the_same(
     monkeypatch.setattr(trials, "by_data", lambda _: False)
     monkeypatch.setattr(trials, "front_in", lambda table, *_, **options: [*table.runs][:3])
     monkeypatch.setattr(trials.Table, "scatters", lambda _, name: name.startswith("gradual"))
-    monkeypatch.setattr("mmod.planning.early._unclear", lambda *_: [])
+    monkeypatch.setattr(trials, "unclear_at", lambda *_: [])
     monkeypatch.setattr(timing, "_FURTHER", 3)
     read: list[float] = []
 

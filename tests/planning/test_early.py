@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.table import DENSE, Look, Measured, Table, compare, evaluated, gap
-from mmod.analysis.timing import further_rounds
 from mmod.io.jobs import Callback, Runner
-from mmod.planning.early import for_speed, front_in, milliseconds, near_front
+from mmod.planning.early import for_speed, front_in, milliseconds, near_front, unclear_at
 
 SAMPLES = 12
 FIRST = 4
@@ -123,16 +121,10 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
     ms = {DENSE: 12.0, "a": 8.0, "a smaller": 4.0, "b": 5.0, "slow": 13.0, "control": 1.0}
     wrong = dict(zip(ms, (0, *losses, 0, 0)))
     outcomes = {name: np.r_[np.zeros(number), np.ones(SAMPLES - number)] for name, number in wrong.items()}
-    timed: list[tuple[set[str], range]] = []
-    table = Table()
+    table = Table(times={"batch": {name: [value] * 3 for name, value in ms.items()}})
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
-
-    def times(names: Sequence[str], rounds: range) -> tuple[dict[str, dict[str, list[float]]], float]:
-        timed.append((set(names), rounds))
-        return {"batch": {name: [ms[name]] * len(rounds) for name in (DENSE, *names)}}, 1.0
-
     order = partial(order_in, ms)
-    rounds = for_speed(table, series, own, ["slow"], "right", FIRST, times, 3, speed, order)
+    rounds = for_speed(table, series, own, "right", FIRST, speed, order)
     looks = list(compare(table, rounds, evaluator(outcomes), Runner(progress=False)))
     reaching = [next(filter(lambda name: ms[DENSE] / ms[name] >= speed, names), None) for names in series]
     chosen = {name for name in reaching if name} or {"a smaller"}
@@ -149,8 +141,6 @@ def test_a_wanted_speed_leaves_fewer_candidates_step_by_step(
         assert order(table, "a")[0] == min(order(table, name)[0] for name in chosen)
     elif "a" in chosen and order(table, "a")[0] == best:
         assert ms[DENSE] / ms["a smaller"] < speed
-    assert timed == [({*chain(*series), *own}, range(3))]
-    assert all(milliseconds(table, "batch")[name] == ms[name] for name in tried)
 
 
 @pytest.mark.parametrize("gained", [5, 20])
@@ -163,12 +153,11 @@ def test_few_samples_rank_by_the_interval_that_as_many_like_them_would_have(gain
     changed[np.flatnonzero(~right)[:gained]] = True
     outcomes = {DENSE: right * 1.0, "equal": right * 1.0, "changed": changed * 1.0}
     ms = {DENSE: 12.0, "equal": 6.0, "changed": 5.0}
-    table = Table()
+    table = Table(times={"batch": {name: [value] * 3 for name, value in ms.items()}})
     table.add(DENSE, 0, Measured({}, samples=samples, outcomes={"right": outcomes[DENSE]}))
     order = partial(by_interval, ms)
-    times = {"batch": {name: [value] * 3 for name, value in ms.items()}}
     series = [["equal"], ["changed"]]
-    rounds = for_speed(table, series, [], [], "right", first, lambda *_: (times, 1.0), 3, 1.9, order)
+    rounds = for_speed(table, series, [], "right", first, 1.9, order)
     looks = [look.name for look in compare(table, rounds, evaluator(outcomes), Runner(progress=False))]
     expected = "changed" if gained == 20 else "equal"
     assert looks == ["equal", "changed", expected, expected]
@@ -183,76 +172,42 @@ def test_what_few_samples_leave_has_not_the_best_interval(samples: int) -> None:
         draws = np.random.default_rng(seed)
         right = draws.random(samples) < 0.8
         outcomes = {DENSE: right * 1.0} | {name: (right ^ (draws.random(samples) < 0.07)) * 1.0 for name in names}
-        table = Table()
+        table = Table(times=times)
         table.add(DENSE, 0, Measured({}, samples=samples, outcomes={"right": outcomes[DENSE]}))
         order = partial(by_interval, {name: float(number) for number, name in enumerate(names)})
         series = [[name] for name in names]
-        rounds = for_speed(table, series, [], [], "right", 64, lambda *_: (times, 1.0), 3, 1.9, order)
+        rounds = for_speed(table, series, [], "right", 64, 1.9, order)
         list(compare(table, rounds, evaluator(outcomes), Runner(progress=False)))
         assert evaluated(table, min(names, key=partial(order, table))) == samples
 
 
-@pytest.mark.parametrize("wrong", [0.75, 1.0, 1.28])
-def test_a_first_reading_on_a_busy_machine_hides_no_recipe(wrong: float) -> None:
-    ms = {DENSE: 12.0, "large": 8.0, "small": 4.0}
-    right = {DENSE: np.ones(SAMPLES), "large": np.ones(SAMPLES), "small": np.zeros(SAMPLES)}
-    table = Table()
-    table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": right[DENSE]}))
-
-    def times(names: Sequence[str], rounds: range) -> tuple[dict[str, dict[str, list[float]]], float]:
-        by_name = {name: [ms[name]] * len(rounds) for name in (DENSE, *names)}
-        if rounds == range(1):
-            by_name["large"] = [wrong * ms["large"]]
-        return {"batch": by_name}, 1.0
-
-    order = partial(order_in, ms)
-    rounds = for_speed(table, [["large", "small"]], [], [], "right", FIRST, times, 3, 1.45, order)
-    list(compare(table, rounds, evaluator(right), Runner(progress=False)))
-    assert evaluated(table, "large") == SAMPLES
-    assert len(table.times["batch"]["large"]) == 3
-
-
-def test_a_speed_without_candidates_times_the_dense_model_alone() -> None:
-    table = Table()
-    rounds = for_speed(
-        table,
-        [],
-        [],
-        [],
-        "right",
-        FIRST,
-        lambda names, rounds: ({"batch": {DENSE: [1.0]}}, 1.0),
-        3,
-        2.0,
-        lambda *_: (0.0, 0.0),
-    )
-    assert list(rounds) == []
-    assert milliseconds(table, "batch") == {DENSE: 1.0}
+def test_a_speed_without_candidates_evaluates_the_dense_model_alone() -> None:
+    table = Table(times={"batch": {DENSE: [1.0]}})
+    assert not [*unclear_at(table, [], [], 2.0)]
+    assert [*for_speed(table, [], [], "right", FIRST, 2.0, lambda *_: (0.0, 0.0))] == [[]]
 
 
 @pytest.mark.parametrize("is_steady", [False, True])
 def test_what_may_miss_a_wanted_speed_is_timed_further(is_steady: bool) -> None:
     """Two of three readings are too fast, and of all that follow none."""
-    readings = {DENSE: [12.0], "lucky": [12.0, 7.5, 7.5, 12.0], "smaller": [6.0], "varying": [6.0], "slow": [11.0]}
+    rounds = {DENSE: [12.0] * 3, "lucky": [12.0, 7.5, 7.5], "smaller": [6.0] * 3, "varying": [6.0] * 3}
     if is_steady:
-        readings["lucky"] = [7.5]
-    timed: list[tuple[list[str], range]] = []
-    table = Table()
+        rounds["lucky"] = [7.5] * 3
+    table = Table(times={"batch": {**rounds, "slow": [11.0] * 3}})
     ones = np.ones(SAMPLES)
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": ones}))
-
-    def times(names: Sequence[str], rounds: range) -> tuple[dict[str, dict[str, list[float]]], float]:
-        timed.append(([*names], rounds))
-        by_round = {name: [of[min(number, len(of) - 1)] for number in rounds] for name, of in readings.items()}
-        return {"batch": {name: by_round[name] for name in (DENSE, *names)}}, 1.0
-
-    order = partial(order_in, {"lucky": 1.0, "smaller": 6.0, "varying": 7.0, "slow": 11.0})
     series = [["lucky", "smaller"], ["varying"], ["slow"]]
-    rounds = for_speed(table, series, [], ["varying"], "right", FIRST, times, 3, 1.5, order)
-    looks = compare(table, rounds, evaluator(dict.fromkeys(readings, ones)), Runner(progress=False))
+    unclear = list(unclear_at(table, series, ["varying"], 1.5))
+    # Its cost depends on the samples, of which few rounds read few.
+    assert unclear == (["varying"] if is_steady else ["lucky", "varying"])
+    further = {DENSE: [12.0] * 10, "varying": [6.0] * 10, "lucky": [12.0] * 10}
+    table.add_rounds({"batch": {name: further[name] for name in (DENSE, *unclear)}})
+    order = partial(order_in, {"lucky": 1.0, "smaller": 6.0, "varying": 7.0, "slow": 11.0})
+    looks = compare(
+        table,
+        for_speed(table, series, [], "right", FIRST, 1.5, order),
+        evaluator(dict.fromkeys([*rounds, "slow"], ones)),
+        Runner(progress=False),
+    )
     first = ["lucky", "varying"] if is_steady else ["smaller", "varying"]
     assert [look.name for look in looks][:2] == first
-    # Its cost depends on the samples, of which few rounds read few.
-    assert timed[1] == (["varying"] if is_steady else ["lucky", "varying"], further_rounds(3))
-    assert len(timed) == 2
-    assert len(table.times["batch"]["smaller"]) == 3
