@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmod.io.files import check_folder, check_place, folder_name, make_folder, near_paths
+from mmod.io.files import check_folder, check_place, folder_name, near_paths
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option
 from mmod.opening.runs import (
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
         model, batches, is_right, at_size, pixel_limits, note = read_prompts(options)
     # Before the model runs: labels that do not fit, or another mean than that of training, explain a low score.
     print(note, end="\n\n")
-    folder = make_folder(options.output or _folder_of(options))
+    folder = options.output or _folder_of(options)
     spec = options.model
     opening: dict[str, object] = {"checkpoint": options.checkpoint, "image_size": options.image_size}
     if not options.pretrained:

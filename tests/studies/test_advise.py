@@ -320,6 +320,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("test_vit --images images --image_size -3", "--image_size must be .*got -3"),
         ("test_vit --no_pretrained --images images --image_size 100", "a multiple of the model's patches, 16 px"),
         ("resnet10t --no_pretrained --images images --image_size 96", "cannot build 'resnet10t' with .*img_size"),
+        ("resnet10t --no_pretrained --images images", "cannot route ResNet"),
         ("test_vit --no_pretrained --images images --tolerance 3", r"in \[0, 1\), got 3; write 0.03 if 3 % is meant"),
         ("test_vit --images images --tolerance 2.5%", r"in \[0, 1\), got '2.5%'; write 0.025 if 2.5 % is meant"),
         (
@@ -368,6 +369,7 @@ def test_what_cannot_be_advised_is_refused(
     monkeypatch.chdir(folders)
     with pytest.raises(SystemExit, match=message):
         main(["advise", *words.split()])
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(
