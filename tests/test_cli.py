@@ -70,6 +70,7 @@ EARLY = {
     "advise runs/nope --images docs": "no run or model at 'runs/nope'",
     "advise tests/kitt --images docs": "no run or model at 'tests/kitt'; near ones: tests/kit",
     # What is wrong twice is told at once.
+    "tradeoff my-model --faster 1.4": "3 mistakes: (1) --faster: an option of `mmod advise MODEL`, and none of a study",
     "tradeoff my-model --images docs": "2 mistakes: (1) unknown config key 'images'; near ones: dense.data.image_size",
     "advise test_vit --images docs --batch_size 0 --faster 1": "2 mistakes: (1) --faster must be a number above 1, got",
     "advise test_vit --images docs --output docs/new": "'docs/new' is in --images, which its picture would join",

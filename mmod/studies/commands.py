@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mmod.config.parse import check_output, parse_config
 from mmod.io.files import read_text
-from mmod.plain import check_keys
+from mmod.plain import check_keys, without
 from mmod.planning.candidate import PlanOptions
 from mmod.studies.audit.config import AUDITS
 from mmod.studies.config import StudyConfig
@@ -23,9 +23,11 @@ from mmod.studies.kind_configs import CONFIGS
 from mmod.training.command import parse_run
 from mmod.training.engine.config import config_as
 from mmod.training.kinds import all_configs, extended
-from mmod.values import Mistakes
+from mmod.values import Mistakes, hints_of
 
 _DRY = "--dry-run"
+# Options of advice that studies are asked for.
+_OF_ADVICE = ("faster", "number", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +47,14 @@ SEARCHES = extended(Searched)
 
 def _check_study(kind: type[StudyConfig], fields: Mapping[str, object]) -> None:
     mistakes = Mistakes()
+    of_advice = [name for name in _OF_ADVICE if name in fields and name not in hints_of(kind)]
+    if of_advice:
+        named = ", ".join(f"--{name}" for name in of_advice)
+        mistakes.errors.append(ValueError(f"{named}: an option of `mmod advise MODEL`, and none of a study"))
+    known = without(fields, of_advice)
     for check in (partial(check_keys, kind), kind.check_dense, partial(check_output, kind)):
         with mistakes.collected():
-            check(fields)
+            check(known)
     mistakes.tell()
 
 
