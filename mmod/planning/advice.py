@@ -19,6 +19,7 @@ from mmod.planning.choice import (
     AdviceRow,
     Recommendation,
     batches_of,
+    reaches,
 )
 from mmod.planning.early import COSINES
 from mmod.planning.samples import AGREEMENT, ALONE
@@ -267,18 +268,9 @@ class Advice:
             dense += f", with a KV cache of {self.cache / 2**20:.3g} MiB on average"
         if self.accuracy is not None:
             dense += f", and has {100 * self.accuracy:.1f} % {self.metric}"
-        measured = []
-        first = min([row.images for row in self.rows], default=self.images)
-        if first < self.images and not self._guessing:
-            told = f"{first} {self.samples}: clearly beaten there by what is as fast; all others ran on {self.images}."
-            if self.faster is not None:
-                told = (
-                    f"Fewer than {self.images} {self.samples}: if all were like these, the lower end of their interval "
-                    "would lie below that of what is named."
-                )
-            measured.append(told)
+        unanswered = ""
         if self.samples == "prompts" and self.accuracy is None:
-            measured.append("The prompts have no answers, so that next tokens decide.")
+            unanswered = "The prompts have no answers, so that next tokens decide."
         redundancy = ""
         if self.redundancy is not None:
             redundancy = f"The images: {self.redundancy}."
@@ -288,8 +280,8 @@ class Advice:
             f"{dense}.",
             *filter(None, [self._unlike_dense]),
             self._marks,
-            *measured,
-            *filter(None, [self._too_small, self._to_be_faster]),
+            *self._on_few,
+            *filter(None, [unanswered, self._too_small, self._to_be_faster]),
             *filter(None, [self._beside_controls, redundancy]),
             *[f"Left out: {', '.join(names)}: {reason}" for reason, names in self._by_reason.items()],
         ]
@@ -313,6 +305,27 @@ class Advice:
             # Others may have a better mean, by luck.
             of_all = f"of what ran on all {self.images} {self.samples}, "
         return f"`*`: {of_all}{ON_FRONT} {brackets}"
+
+    @property
+    def _on_few(self) -> list[str]:
+        """Why some candidates ran on few samples, a sentence for each reason."""
+        few = [row for row in self.rows if row.images < self.images and not self._guessing]
+        if not few:
+            return []
+        if self.faster is None:
+            beaten = "clearly beaten there by what is as fast"
+            return [f"{few[0].images} {self.samples}: {beaten}; all others ran on {self.images}."]
+        told = []
+        # A user's own may be so too.
+        barred = [row.name for row in few if row.at_random or not reaches(row.speedup.shown.median, self.faster)]
+        if len(barred) < len(few):
+            told.append(
+                f"Fewer than {self.images} {self.samples}: if all were like these, the lower end of their interval "
+                "would lie below that of what is named."
+            )
+        if barred:
+            told.append(f"Too slow or random, and so on few {self.samples}: {', '.join(barred)}.")
+        return told
 
     @property
     def _too_small(self) -> str:

@@ -87,7 +87,7 @@ def test_baselines_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) 
     # Said once, and not of each size of batch.
     assert result.table.count("Nothing is advised: the dense model is hardly better than chance") == 1
     assert re.search(
-        r"Images: digits:tiny, split '\w+', 32 px; \d+ % of patches flat.*One seed: ", result.table, re.DOTALL
+        r"Images: digits:tiny, split '\w+', 32 px; \d+ % of patches are flat.*One seed: ", result.table, re.DOTALL
     )
 
 
