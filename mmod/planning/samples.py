@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -250,7 +249,7 @@ class Images:
         tracing: Callable[[], AbstractContextManager[Trace | None]] = nullcontext
         if by_data(counted):
             tracing = partial(trace, counted)
-        kept: Counter[str] = Counter()
+        kept: dict[str, float] = {}
         done = 0
         batches = []
         for chunk in self.pixels[start:stop].split(_AT_ONCE):
@@ -259,14 +258,14 @@ class Images:
                 rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
             if decisions is not None:
                 for name, share in decisions.kept_shares().items():
-                    kept[name] += share * len(chunk) / (stop - start)
+                    kept[name] = kept.get(name, 0.0) + share * len(chunk) / (stop - start)
             if rows_NRF.shape[1] > 1:
                 # Rows of patches are many, and only compared.
                 rows_NRF = rows_NRF[:, self.prefix :].half()
             batches.append(rows_NRF.cpu())
             done += len(chunk)
             callback(done / (stop - start))
-        return torch.cat(batches), dict(kept)
+        return torch.cat(batches), kept
 
 
 def look_order(images: int) -> Tensor:

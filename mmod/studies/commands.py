@@ -23,7 +23,7 @@ from mmod.studies.kind_configs import CONFIGS
 from mmod.training.command import parse_run
 from mmod.training.engine.config import config_as
 from mmod.training.kinds import all_configs, extended
-from mmod.values import Mistakes, hints_of
+from mmod.values import Mistakes
 
 _DRY = "--dry-run"
 # Options of advice that studies are asked for.
@@ -47,7 +47,7 @@ SEARCHES = extended(Searched)
 
 def _check_study(kind: type[StudyConfig], fields: Mapping[str, object]) -> None:
     mistakes = Mistakes()
-    of_advice = [name for name in _OF_ADVICE if name in fields and name not in hints_of(kind)]
+    of_advice = [name for name in _OF_ADVICE if name in fields]
     if of_advice:
         named = ", ".join(f"--{name}" for name in of_advice)
         mistakes.errors.append(ValueError(f"{named}: an option of `mmod advise MODEL`, and none of a study"))
