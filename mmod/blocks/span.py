@@ -115,8 +115,7 @@ class Span:
                 if not in_order:
                     span_pass.position = state.position
             else:
-                position = None if in_order else state.position
-                found = self.find(x, position)
+                found = self.find(x, None if in_order else state.position, state.ends)
                 if found is None:
                     return None
                 span_pass = found
@@ -184,12 +183,13 @@ class Span:
             self.hand_on(started, x)
         return started
 
-    def find(self, x: Tensor, position: int | None) -> SpanPass | None:
+    def find(self, x: Tensor, position: int | None, ends: bool) -> SpanPass | None:
         """Return the pass of a later module's input, where order does not tell it; None if no pass reached it.
 
         Args:
             position: The module's position; None in a compiled call of the model, whose modules run in order: a graph
                 that reads no position serves several modules.
+            ends: It is the last module.
 
         Raises:
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
@@ -197,7 +197,7 @@ class Span:
         call = self.calls.value.running
         # Something may have read the tokens or run the blocks in another order: the tensor tells.
         found = None
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             found = self._pass_of(x)
             if torch._C._current_graph_task_id() != call.task:
                 return self._find_recomputed(found)
@@ -210,20 +210,16 @@ class Span:
                 self.hand_on(found, x)
         if position is not None:
             found.position = position
-            # A call forgets its passes when it ends; outside calls the last block does it.
-            if position >= self.last and call.outer is None:
-                call.passes = [other for other in call.passes if other is not found]
+        if ends:
+            call.passes = [other for other in call.passes if other is not found]
         return found
 
     def hand_on(self, current: SpanPass, y: Tensor) -> None:
         """Remember that a tensor between two modules belongs to a pass."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
         look = _look(y)
         address = look[0]
-        # Wrapped tensors and those on meta have no address to be told by.
-        if not address:
-            return
         remembered = self._by_address
 
         def forget(tensor: weakref.ref[Tensor]) -> None:
@@ -233,13 +229,13 @@ class Span:
 
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
         kept = y
-        if y._base is not None:
+        if _address(y) and y._base is not None:
             kept = y._base
-        remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
+        remembered[address] = _Remembered(weakref.ref(kept, forget), _address(kept), look, current)
 
     def follow(self, x: Tensor, y: Tensor) -> None:
         """Remember that a tensor belongs to the pass of another one, if that is known, whose values it rearranges."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
         found = self._pass_of(x)
         if found is not None:
@@ -253,7 +249,7 @@ class Span:
             return None
         tensor = match.tensor()
         # Memory may be given to another tensor while the first one lives.
-        if tensor is None or tensor.data_ptr() != match.address:
+        if tensor is None or _address(tensor) != match.address:
             return None
         return match.found
 
@@ -269,8 +265,8 @@ class Span:
             raise RuntimeError(
                 f"{len(reachable)} forward passes are unfinished at this routed block, and its input is none of the "
                 "tensors that the block before returned, so the pass that it belongs to is unknown: pass the tensors "
-                "on unchanged, or run one batch after the other, or call the whole model. The unfinished passes are "
-                "forgotten now"
+                "on unchanged, or run one batch after the other, or call the whole model. Compiled code compares no "
+                "tensors: concatenate to one batch what runs in step. The unfinished passes are forgotten now"
             )
         if not reachable:
             return None
@@ -326,13 +322,21 @@ def _can_reach(unfinished: SpanPass, position: int | None) -> bool:
     return not unfinished.busy and (position is None or unfinished.position < position)
 
 
+def _address(x: Tensor) -> int:
+    """Return where the values of a tensor lie; 0 for one without values of its own, as in traces and on meta."""
+    if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return 0
+    return x.data_ptr()
+
+
 def _look(x: Tensor) -> tuple[int, ...]:
     """Return what a tensor is told by: where its values lie, how often they were changed in place, and their layout.
 
-    The first number is 0 for a tensor without values of its own.
+    A tensor without values of its own is told by the object.
     """
-    if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return (0,)
     # Tensors of inference mode do not count changes.
     version = 0 if x.is_inference() else x._version
-    return (x.data_ptr(), version, *x.shape[:2], *x.stride())
+    address = _address(x)
+    if not address:
+        return (id(x), version)
+    return (address, version, *x.shape[:2], *x.stride())

@@ -17,6 +17,7 @@ import mmod
 from mmod import RoutingConfig
 from tests.kit.cover import in_turn
 from tests.kit.interrupts import Interrupt
+from tests.kit.own_vits import OwnBlock, OwnViT, make_own_images
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
@@ -171,6 +172,50 @@ def test_compiled_stages_are_right_or_refused() -> None:
     halfway = [first(embed(model, images)) for images in batches]
     with pytest.raises(RuntimeError, match="2 forward passes are unfinished"):
         second(halfway[0])
+    torch.compiler.reset()
+
+
+class Streams(OwnViT):
+    """Images and their mirror images through the same blocks, in step or one after the other."""
+
+    def __init__(self, in_step: bool) -> None:
+        super().__init__(lambda _: OwnBlock(), prefix=0, depth=DEPTH)
+        self.in_step = in_step
+
+    def tokens(self, images: Tensor) -> Tensor:
+        return self.patchify(images).flatten(2).transpose(1, 2) + self.places
+
+    def forward(self, images: Tensor) -> Tensor:
+        streams = [self.tokens(images), self.tokens(images.flip(-1))]
+        if not self.in_step:
+            return torch.stack([run(list(self.stages), x) for x in streams])
+        for stage in self.stages:
+            streams = [stage(x) for x in streams]
+        return torch.stack(streams)
+
+
+@pytest.mark.parametrize(("way", "in_step"), [("route", True), ("prune", False)])
+@torch.no_grad()
+def test_streams_of_one_call_are_counted_exported_and_compiled(way: str, in_step: bool) -> None:
+    torch.manual_seed(0)
+    dense = Streams(in_step).eval()
+    model = WAYS[way](dense) if way in WAYS else mmod.route_(dense, CONFIGS[way])
+    images = make_own_images(2)
+    expected = torch.stack([run(list(model.stages), model.tokens(x)) for x in (images, images.flip(-1))])
+    torch.testing.assert_close(model(images), expected)
+    torch.testing.assert_close(torch.export.export(model, (images,), strict=False).module()(images), expected)
+    model.in_step = False
+    size = tuple(images.shape[1:])
+    share = mmod.flops(model, size).share
+    model.in_step = in_step
+    assert mmod.flops(model, size).share == share
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    if in_step:
+        with pytest.raises(RuntimeError, match="concatenate to one batch what runs in step"):
+            compiled(images)
+    else:
+        torch.testing.assert_close(compiled(images), expected)
     torch.compiler.reset()
 
 

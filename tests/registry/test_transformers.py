@@ -137,7 +137,9 @@ def test_arguments_mean_what_they_always_do(tmp_path: Path) -> None:
 
 def test_auto_classes_open_parts_and_other_heads(tmp_path: Path) -> None:
     model = save("llama", tmp_path)
-    with pytest.raises(TypeError, match=r"returns the model alone, .*Auto class of transformers takes: from_pretrained"):
+    with pytest.raises(
+        TypeError, match=r"returns the model alone, .*Auto class of transformers takes: from_pretrained"
+    ):
         mmod.load_pretrained(tmp_path, output_loading_info=True)
     base = transformers.AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
     assert isinstance(base, transformers.LlamaModel)
