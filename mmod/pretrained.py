@@ -139,9 +139,8 @@ def load_pretrained(
         _refuse_model(model, "transformers")
         if options.get("output_loading_info"):
             raise TypeError(
-                "load_pretrained returns the model alone, without output_loading_info, which its Auto class of "
-                f"transformers takes: from_pretrained({str(folder)!r}, trust_remote_code=True, "
-                "output_loading_info=True)"
+                "load_pretrained returns the model alone: with output_loading_info, call from_pretrained of its Auto "
+                f"class in transformers, from_pretrained({str(folder)!r}, trust_remote_code=True, ...)"
             )
         check_weights(folder)
         loaded: nn.Module = load_transformers(folder, **options)

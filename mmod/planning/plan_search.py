@@ -56,11 +56,9 @@ class Option(NamedTuple):
     def config(self, blocks: Iterable[int], router: Score) -> RoutingConfig:
         """Return the config that routes some blocks this way; `router` selects tokens at a capacity above 0."""
         indices = tuple(blocks)
-        # One for each: as one number for all blocks, 0 is refused.
-        capacity = (self.capacity,) * len(indices)
-        return RoutingConfig(
-            blocks=indices, capacity=capacity, router=router, operator=self.operator, context=self.context
-        )
+        # One for each block: as one number for all, 0 is refused.
+        fields = self._asdict() | {"capacity": (self.capacity,) * len(indices)}
+        return RoutingConfig(blocks=indices, router=router, **fields)
 
 
 def named_options(options: PlanOptions) -> list[Option] | None:
