@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -267,7 +267,7 @@ def times_once(
     with on_timing_threads():
         for done, number in enumerate(rounds):
             key = {"work": "timed round", **identity, "round": number}
-            found = store.get(key, timed_on=str(device))
+            found: Mapping[str, Any] | None = store.get(key, timed_on=str(device))
             if found is None:
                 unmeasured = 0
                 if ready is None:

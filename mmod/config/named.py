@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -228,7 +228,7 @@ class Preset(RoutingConfig):
         return f"preset({', '.join([repr(self.preset), *changes])})"
 
 
-def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
+def read_routing(fields: Mapping[str, object]) -> RoutingConfig:
     """Return the routing that plain values describe: fields of `RoutingConfig`, or `preset: NAME` with its arguments.
 
     Null leaves out an option of another preset, and one of `mean` and `capacity` beside the other.
@@ -241,6 +241,7 @@ def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
         options = dict(fields)
         name = options.pop("preset")
         if name is not None:
+            name = PRESETS.check(name)
             own = preset_arguments(name)
             of_others = set().union(*map(preset_arguments, PRESETS)) - {*own, *ROUTING_FIELDS}
             # Over another config, null leaves out what this preset has no option for, or a second way to say the mean.
@@ -254,7 +255,8 @@ def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
                     f"preset {name!r} has no option {foreign[0]}, which is one of another preset: leave it out, by "
                     f"`{foreign[0]}: null` where a config that this one changes names it"
                 )
-            return preset(name, **options)
+            make: Callable[..., RoutingConfig] = preset
+            return make(name, **options)
         fields = options
     return RoutingConfig.from_dict(fields)
 

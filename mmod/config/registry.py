@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Entry = TypeVar("Entry")
-Registered = TypeVar("Registered", bound=Callable[..., Any])
+AnyPreset = TypeVar("AnyPreset", bound=Callable[..., Mapping[str, object]])
+AnyLoss = TypeVar("AnyLoss", bound="Callable[..., Tensor]")
 AnyScore = TypeVar("AnyScore", bound=Score)
 
 
@@ -36,7 +37,7 @@ class Registry(Generic[Entry]):
         self._entries: dict[str, Entry] = {}
         self._places: dict[str, str] = {}
 
-    def add(self, name: str, entry: Entry, source: Any) -> None:
+    def add(self, name: str, entry: Entry, source: Callable[..., object]) -> None:
         """Add the entry of a class or function `source`, which may be defined again, as in a notebook."""
         check_value(f"the name passed to mmod.{self._register}", name, str)
         if not callable(source):
@@ -51,12 +52,11 @@ class Registry(Generic[Entry]):
             raise ValueError(f"{self._noun} {name!r} is {taken} already; choose another name for {place}")
         self._entries[name] = entry
 
-    def __getitem__(self, name: str) -> Entry:
-        self.check(name)
-        return self._entries[name]
+    def __getitem__(self, name: object) -> Entry:
+        return self._entries[self.check(name)]
 
-    def check(self, name: str) -> None:
-        """Raise a ValueError unless `name` is registered."""
+    def check(self, name: object) -> str:
+        """Return `name` if it is registered; raise a ValueError otherwise."""
         # Iterating imports the entries of this package, which a name that is known already can do without.
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
@@ -67,6 +67,7 @@ class Registry(Generic[Entry]):
                 # What may be meant first, which few read behind a long list.
                 told = [f"{self._noun} {name!r} is unknown", *hints, f"valid ones are {valid}", elsewhere]
             raise ValueError("; ".join(told))
+        return name
 
     def __iter__(self) -> Iterator[str]:
         self._import_homes()
@@ -156,7 +157,7 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
     return add
 
 
-def register_preset(name: str) -> Callable[[Registered], Registered]:
+def register_preset(name: str) -> Callable[[AnyPreset], AnyPreset]:
     """Return a decorator that registers a preset under a new name, for `mmod.preset` and configs.
 
     Example:
@@ -168,14 +169,14 @@ def register_preset(name: str) -> Callable[[Registered], Registered]:
         'norm'
     """
 
-    def add(preset: Registered) -> Registered:
+    def add(preset: AnyPreset) -> AnyPreset:
         PRESETS.add(name, preset, preset)
         return preset
 
     return add
 
 
-def register_loss(name: str, reads_importance: bool = False) -> Callable[[Registered], Registered]:
+def register_loss(name: str, reads_importance: bool = False) -> Callable[[AnyLoss], AnyLoss]:
     """Return a decorator that lets `RoutingConfig(losses={name: weight})` name an auxiliary loss.
 
     The loss takes a block's `Routing` and the `Router` that made it, and returns a scalar.
@@ -184,7 +185,7 @@ def register_loss(name: str, reads_importance: bool = False) -> Callable[[Regist
         reads_importance: The loss reads `Routing.importance_BN`, which is then computed in training.
     """
 
-    def add(loss: Registered) -> Registered:
+    def add(loss: AnyLoss) -> AnyLoss:
         LOSSES.add(name, Loss(loss, reads_importance), loss)
         return loss
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from mmod.config.parts import (
     CHANGE,
@@ -466,11 +466,12 @@ class RoutingConfig(Checked):
         return values
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RoutingConfig:
+    def from_dict(cls, values: Mapping[str, object]) -> RoutingConfig:
         """Build a config from plain values; missing fields have their defaults."""
         check_value("a routing config", values, Mapping)
         check_options(values, _FIELDS, {})
-        return cls(**values)
+        make: Callable[..., RoutingConfig] = cls
+        return make(**values)
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the config as JSON, with all fields."""

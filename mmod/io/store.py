@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import BinaryIO, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -77,7 +77,9 @@ class Store:
         # Reads the file at once, so that a damaged one is refused before anything is computed.
         self._find("")
 
-    def get(self, identity: Mapping[str, object], as_type: type | None = None, *, timed_on: str | None = None) -> Any:
+    def get(
+        self, identity: Mapping[str, object], as_type: type[Result] | None = None, *, timed_on: str | None = None
+    ) -> Result | None:
         """Return the result of an identity; None without one.
 
         Args:
@@ -98,8 +100,8 @@ class Store:
         self._write(_record_of(identity, timed_on), value, supersede=True)
 
     def once(
-        self, identity: Mapping[str, object], compute: Callable[[], object], *, timed_on: str | None = None
-    ) -> Any:
+        self, identity: Mapping[str, object], compute: Callable[[], Result], *, timed_on: str | None = None
+    ) -> Result:
         """Return the result of an identity, and compute it if there is none.
 
         It is returned as the file holds it, so that it does not depend on who computed it: a tuple is a list, keys are
@@ -204,9 +206,9 @@ class Store:
         self._versions.add(str(record["mmod"]))
         self._end += len(line)
 
-    def _value_in(self, line: bytes, as_type: type | None = None) -> object:
+    def _value_in(self, line: bytes, as_type: type[Result] | None = None) -> Result:
         try:
-            value = _unpacked(json.loads(line[9:])["value"])
+            value = json.loads(line[9:], object_hook=_unpacked)["value"]
             if as_type is None:
                 return value
             return from_plain(as_type, value, "value", limit=None)
@@ -413,18 +415,15 @@ def _packed_array(array: np.ndarray) -> str:
     return base64.b64encode(content).decode()
 
 
-def _unpacked(value: object) -> object:
-    if isinstance(value, list):
-        return [_unpacked(item) for item in value]
-    if not isinstance(value, dict):
+def _unpacked(value: dict[str, str]) -> object:
+    """Return what a JSON object stands for: an array, a tensor, or itself."""
+    if value.keys() not in ({_ARRAY}, {_TENSOR}):
         return value
-    if value.keys() in ({_ARRAY}, {_TENSOR}):
-        ((kind, packed),) = value.items()
-        content = base64.b64decode(packed)
-        if not content.startswith(_NPY):
-            content = zlib.decompress(content)
-        array = np.load(io.BytesIO(content), allow_pickle=False)
-        if kind == _ARRAY:
-            return array
-        return torch.from_numpy(array)
-    return {name: _unpacked(item) for name, item in value.items()}
+    ((kind, packed),) = value.items()
+    content = base64.b64decode(packed)
+    if not content.startswith(_NPY):
+        content = zlib.decompress(content)
+    array = np.load(io.BytesIO(content), allow_pickle=False)
+    if kind == _ARRAY:
+        return array
+    return torch.from_numpy(array)

@@ -7,7 +7,6 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from mmod.methods.base import METHODS, Method
 from mmod.plain import required_fields
@@ -17,7 +16,7 @@ for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
     importlib.import_module(f"mmod.methods.{_module.name}")
 
 
-def read_method(values: Mapping[str, Any]) -> Method:
+def read_method(values: Mapping[str, object]) -> Method:
     """Return the method that plain values describe: its `kind` and fields.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.config import RoutingConfig, read_routing
 from mmod.plain import without_none
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mmod.methods.base import Method
 
 
-def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
+def resolve_routing(fields: Mapping[str, object]) -> RoutingConfig:
     """Create a routing config.
 
     Args:
@@ -28,11 +28,11 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     name = fields.pop("preset", None)
     if name is not None:
         raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")
-    return RoutingConfig.load(plan).replace(**fields)
+    return RoutingConfig.load(str(plan)).replace(**fields)
 
 
 def resolve_methods(
-    listed: Sequence[Mapping[str, Any]],
+    listed: Sequence[Mapping[str, object]],
     routing: Mapping[str, Mapping[str, object] | None],
     depths: Mapping[str, int] | None = None,
 ) -> tuple[Method, ...]:
@@ -57,9 +57,9 @@ def resolve_methods(
         return resolve_routing(fields)
 
     for place, entry in enumerate(entries):
-        if entry.get("kind") == "routing" and isinstance(entry.get("parts"), Mapping):
-            parts = {name: resolved(name, fields) for name, fields in entry["parts"].items()}
-            entries[place] = {**entry, "parts": parts}
+        parts = entry.get("parts")
+        if entry.get("kind") == "routing" and isinstance(parts, Mapping):
+            entries[place] = {**entry, "parts": {name: resolved(name, fields) for name, fields in parts.items()}}
     # Imported here, because `--help` runs without torch, as does the refusal of a preset that nobody knows.
     from mmod.methods import read_method
 

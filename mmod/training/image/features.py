@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 
@@ -96,7 +96,7 @@ def read_features(store: Store, identity: Mapping[str, object]) -> Features:
     """Read the features that `extract` kept in a store."""
     starts = count(0, _CHUNK)
     # Ends at the first batch that the store does not have.
-    chunks = iter(lambda: store.get({**identity, "batch": next(starts)}), None)
+    chunks: Iterator[list[Tensor]] = iter(lambda: store.get({**identity, "batch": next(starts)}), None)
     # Those without a readable image are empty.
     parts = [*zip(*filter(None, chunks))]
     if not parts:
