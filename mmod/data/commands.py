@@ -9,10 +9,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
 
 from mmod.data.embedded import SETS
-from mmod.data.synthetic.build import Config, Scene, SyntheticSet, save_montage
+from mmod.data.synthetic.build import BuiltFile, Config, Scene, SyntheticSet, save_montage
 from mmod.data.synthetic.questions import export_questions, measure_prior
 from mmod.io.options import add_fields, split_options, with_options
 from mmod.io.refusals import OneLineParser, one_line_exit
@@ -67,7 +66,7 @@ def _build(
     dataset: SyntheticSet[Config, Scene],
     arguments: Sequence[str],
     prog: str,
-    export: Callable[..., Mapping[str, Any]] | None = None,
+    export: Callable[..., Mapping[str, BuiltFile]] | None = None,
 ) -> Config | None:
     """Build or draw a set, and return its parameters, None for a picture; `export` writes JSON instead of shards."""
     kind = type(dataset.config("default"))
@@ -98,11 +97,11 @@ def _build(
         save_montage(options.montage, dataset, config)
         print(f"drew {options.montage}")
         return None
-    written: Mapping[str, Any]
+    written: Mapping[str, BuiltFile]
     if export is not None and options.json:
         written = export(options.root, config, progress=True)
     else:
-        written = dataset.build(options.root, config, progress=True)["shards"]
+        written = dataset.build(options.root, config, progress=True)
     for name, entry in written.items():
         checksum = entry["sha256"][:16]
         print(f"{options.root}/{name}: {entry['samples']} {config.counts}, sha256 {checksum}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from mmod.data.corrupt import OnCorrupt
 from mmod.io.remote import RemoteConfig
@@ -143,7 +143,7 @@ class DataConfig(StreamConfig, SourceConfig):
     crop_pct: Annotated[float | None, "(0, 1]"] = None
     crop_mode: Literal["center", "border", "squash"] | None = None
     interpolation: Annotated[str | None, _INTERPOLATIONS] = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
     classes: str | None = None
     columns: tuple[str, str] = ("image", "label")
     label_patch: Annotated[int | None, "[1, inf)"] = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
-from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.readers.conversations import ConversationsConfig, file_of_image, open_conversations
 from mmod.data.readers.folders import map_folders, split_folder, walk_images
 from mmod.data.readers.hf_datasets import PREFIX
 from mmod.data.readers.shards import expand_pattern
@@ -115,7 +115,7 @@ def _images_of(paths: Sequence[str], data: ConversationsConfig) -> list[str]:
         if path.endswith((".json", ".jsonl")):
             # Records without an image that is there are left out, whatever a run does with them.
             chats = open_conversations(path, dataclasses.replace(data, on_corrupt="skip", max_corrupt=None))
-            images.update(*(chats.record(index)["images"] for index in range(len(chats))))
+            images.update(*(map(file_of_image, chats.record(index)["images"]) for index in range(len(chats))))
     return sorted(images)
 
 

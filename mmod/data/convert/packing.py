@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from PIL import Image
 
@@ -26,6 +26,8 @@ from mmod.names import prefixed
 SETTINGS = "conversion.json"
 REPORT = "report.json"
 DROPPED = "dropped.csv"
+Dropped = tuple[int, str, str, str]
+"""Number, label, reason and details of a dropped item."""
 _STATS = "_stats.json"
 # Fields that may change when a conversion resumes.
 _FREE = ("threads", "output", "on_corrupt")
@@ -81,7 +83,7 @@ def pack_shards(
     *,
     shards: bool = True,
     progress: bool = True,
-) -> tuple[dict[str, int], list[list[Any]]]:
+) -> tuple[dict[str, int], list[Dropped]]:
     """Convert items to shards of `config.shard_size` items, from the start or from the first shard that is missing.
 
     Args:
@@ -92,7 +94,7 @@ def pack_shards(
         shards: Write shards, which `publish` shows.
 
     Returns:
-        Samples by shard number (five digits), and for each dropped item its number, label, reason and details.
+        Samples by shard number (five digits), and the dropped items.
     """
     source = Path(config.source).stat()
     # Size and time of the source: a changed table must not resume into shards of the old one.
@@ -113,12 +115,12 @@ def pack_shards(
                 continue
             outcomes = _outcomes(entries, convert, pool, bar, 16 * config.threads)
             samples = 0
-            dropped = []
+            dropped: list[Dropped] = []
             opened = open_shard(folder / f".{number}.tar") if shards else nullcontext()
             with opened as writer:
                 for index, item, outcome in outcomes:
                     if isinstance(outcome, UnusableError):
-                        dropped.append([index, label(item), outcome.reason, outcome.details])
+                        dropped.append((index, label(item), outcome.reason, outcome.details))
                         continue
                     samples += 1
                     if writer is not None:
@@ -164,7 +166,7 @@ def check_image(data: bytes, prefix: str = "") -> tuple[Image.Image, Image.Image
         raise UnusableError("image cannot be decoded", f"{prefix}{error}") from error
 
 
-def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], **details: object) -> dict[str, object]:
+def publish(config: PackConfig, samples: int, dropped: Sequence[Dropped], **details: object) -> dict[str, object]:
     """Write `report.json` with the counts, the first dropped item and these details, and `dropped.csv` with them all.
 
     Then show the shards.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from PIL import Image
@@ -25,6 +25,19 @@ from mmod.io.remote import RemoteError
 from mmod.names import prefixed
 
 Protected = Literal["question", "conversation"]
+StoredImage = str | tuple[str, int, int]
+"""Where the picture of a conversation is: its path, or its shard, its offset there and its size in bytes."""
+
+
+class StoredChat(TypedDict):
+    """One conversation as JSON values, before its images are decoded; see `ChatSample`."""
+
+    key: str
+    messages: Sequence[tuple[str, str]]
+    images: Sequence[StoredImage]
+    kinds: Sequence[str]
+
+
 """Text that is protected in training: all but the answers, or all."""
 
 
@@ -94,10 +107,10 @@ class ChatDataset:
     """Checked conversations, with random access from any process.
 
     Args:
-        rows: `key`, `messages`, `kinds` and `images` per conversation; an image is a path, or [shard, offset, size].
+        rows: The conversations.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]], report: CorruptReport) -> None:
+    def __init__(self, rows: Iterable[StoredChat], report: CorruptReport) -> None:
         lines = []
         counts = []
         for row in rows:
@@ -159,7 +172,7 @@ class ChatDataset:
                 samples.append(sample)
         return samples
 
-    def record(self, index: int) -> dict[str, Any]:
+    def record(self, index: int) -> StoredChat:
         """Return one conversation as JSON values, without decoding images."""
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
@@ -211,7 +224,7 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
     return ChatDataset(rows, report)
 
 
-def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, object]]:
+def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[StoredChat]:
     records = read_records(path)
     faults = []
     for number, record in enumerate(progress_bar(records, desc="check", unit="records", shown=progress)):
@@ -225,7 +238,7 @@ def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: b
     report.add(faults, files.hint([fault.reason for fault in faults], len(records)))
 
 
-def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, object]]:
+def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[StoredChat]:
     for number in progress_bar(range(len(files.urls)), desc="index", unit="shards", shown=progress):
         try:
             # A copy, because every record is checked.
@@ -241,7 +254,7 @@ def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> It
                 report.add([row])
 
 
-def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, object]:
+def _shard_row(file: BinaryIO, key: str, members: Members) -> StoredChat:
     """Return the row of a sample: its `.json` member, and its images in order of the numbers in their extensions."""
     texts = members.get("json", [])
     if len(texts) != 1:
@@ -261,7 +274,7 @@ def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, object]:
     # By number: "10.png" comes behind "2.png".
     ordered = sorted(images, key=_image_number)
     messages = check_record(record, len(images))
-    stored = [[file.name, images[name].offset_data, images[name].size] for name in ordered]
+    stored = [(file.name, images[name].offset_data, images[name].size) for name in ordered]
     return _row(record, messages, stored, key)
 
 
@@ -274,20 +287,18 @@ def _image_number(extension: str) -> int:
 
 
 def _row(
-    record: Mapping[str, object], messages: tuple[Message, ...], images: list[Any], default: object
-) -> dict[str, object]:
+    record: Mapping[str, Any], messages: tuple[Message, ...], images: Sequence[StoredImage], default: object
+) -> StoredChat:
     key = str(record.get("id", default))
     return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds") or []}
 
 
-def file_of_image(stored: str | list[object]) -> str:
-    """Return the file of a picture; one in a shard is a list, in which the shard's name comes first."""
-    if isinstance(stored, str):
-        return stored
-    return str(stored[0])
+def file_of_image(stored: StoredImage) -> str:
+    """Return the file of a picture, which may be a shard."""
+    return stored if isinstance(stored, str) else stored[0]
 
 
-def _open_image(stored: str | list[Any], key: str) -> Image.Image | Fault:
+def _open_image(stored: StoredImage, key: str) -> Image.Image | Fault:
     name = file_of_image(stored)
     try:
         if isinstance(stored, str):

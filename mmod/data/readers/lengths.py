@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import transformers
@@ -24,6 +24,7 @@ from mmod.data.readers.conversations import (
     ChatDataset,
     ChatSample,
     ConversationsConfig,
+    StoredImage,
     file_of_image,
     open_conversations,
 )
@@ -245,7 +246,7 @@ def _reason(text: PlainTokens, lengths: Sequence[ImageLength | str], limit: int 
     return None
 
 
-def _image_size(stored: str | list[Any]) -> Size:
+def _image_size(stored: StoredImage) -> Size:
     """Return the size of an image from its header."""
     # A file up to its end, or a member of a shard.
     if isinstance(stored, str):

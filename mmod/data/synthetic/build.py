@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypedDict, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -23,6 +23,13 @@ _COLUMNS, _ROWS = 8, 4
 
 Config = TypeVar("Config", bound=DrawnConfig)
 Scene = TypeVar("Scene")
+
+
+class BuiltFile(TypedDict):
+    """A file of a built set: its number of samples and its checksum."""
+
+    samples: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ class SyntheticSet(Generic[Config, Scene]):
         progress: bool = False,
         *,
         splits: Sequence[str] = SPLITS,
-    ) -> dict[str, Any]:
-        """Write the shards of some splits, unless they are there with the same parameters; return the manifest."""
+    ) -> dict[str, BuiltFile]:
+        """Write the shards of some splits, unless they are there with the same parameters; return all by name."""
         if isinstance(config, str):
             config = self.config(config)
         root = Path(root)
@@ -95,34 +102,31 @@ class SyntheticSet(Generic[Config, Scene]):
         with locked(root, wait=True):
             manifest = read_record(root, MANIFEST)
             if manifest is None:
-                manifest = {"format": self.format, "parameters": asdict(config), "shards": {}}
                 with replacing(root) as partial:
                     partial.mkdir()
-                    self._add(partial, manifest, config, splits, progress)
+                    self._add(partial, {}, config, splits, progress)
             else:
-                shards = self._check(root, manifest, config)["shards"]
+                shards = self._check(root, manifest, config)
                 built = {name.partition("-")[0] for name in shards}
                 missing = [split for split in splits if split not in built and counts[split]]
                 if missing:
-                    self._add(root, manifest, config, missing, progress)
+                    self._add(root, shards, config, missing, progress)
         # Read back, so that a new build and a reused one return the same types.
-        return read_json_object(root / MANIFEST)
+        return read_json_object(root / MANIFEST)["shards"]
 
     def _add(
-        self, folder: Path, manifest: Mapping[str, Any], config: Config, splits: Sequence[str], progress: bool
+        self, folder: Path, built: Mapping[str, BuiltFile], config: Config, splits: Sequence[str], progress: bool
     ) -> None:
-        """Write the shards of splits, and then the manifest that names them, so that a killed build leaves no half."""
-        shards = {**manifest["shards"], **self._write(folder, config, splits, progress)}
+        """Write the shards of splits, and then the manifest that names all, so that a killed build leaves no half."""
+        shards = {**built, **self._write(folder, config, splits, progress)}
         shards = dict(sorted(shards.items()))
         if self.sizes:
             sizes = {name: shard["samples"] for name, shard in shards.items()}
             write_json(folder / SIZES, sizes)
-        write_json(folder / MANIFEST, {**manifest, "shards": shards})
+        write_json(folder / MANIFEST, {"format": self.format, "parameters": asdict(config), "shards": shards})
 
-    def _write(
-        self, folder: Path, config: Config, splits: Sequence[str], progress: bool
-    ) -> dict[str, dict[str, object]]:
-        shards: dict[str, dict[str, object]] = {}
+    def _write(self, folder: Path, config: Config, splits: Sequence[str], progress: bool) -> dict[str, BuiltFile]:
+        shards: dict[str, BuiltFile] = {}
         counts = getattr(config, config.counts)
         size = config.shard_size
         total = sum(counts[split] for split in splits)
@@ -140,18 +144,20 @@ class SyntheticSet(Generic[Config, Scene]):
                     bar.update(count)
         return shards
 
-    def _check(self, root: Path, manifest: dict[str, Any], config: Config) -> dict[str, Any]:
-        """Return the manifest of an existing build, after checking its parameters and checksums."""
-        if not all(isinstance(manifest.get(key), dict) for key in ("parameters", "shards")):
+    def _check(self, root: Path, manifest: Mapping[str, object], config: Config) -> dict[str, BuiltFile]:
+        """Return the shards of an existing build, after checking its parameters and checksums."""
+        parameters = manifest.get("parameters")
+        shards = manifest.get("shards")
+        if not isinstance(parameters, dict) or not isinstance(shards, dict):
             raise ValueError(f"{root / MANIFEST} is no manifest; delete {root} to build it again")
-        recorded = {**manifest["parameters"], "format": manifest.get("format")}
+        recorded = {**parameters, "format": manifest.get("format")}
         wanted = {**asdict(config), "format": self.format}
         check_same(root, recorded, wanted, kind=f"a build of {self.title}")
-        for name, shard in manifest["shards"].items():
+        for name, shard in shards.items():
             path = root / name
             if not path.is_file() or sha256(path) != shard["sha256"]:
                 raise ValueError(f"{path} is missing or differs from its checksum; delete {root} to build it again")
-        return manifest
+        return shards
 
 
 def save_montage(path: str | Path, dataset: SyntheticSet[Config, Scene], config: Config) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from mmod.data.records import IMAGE, prior_of
-from mmod.data.synthetic.build import SyntheticSet
+from mmod.data.synthetic.build import BuiltFile, SyntheticSet
 from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, DrawnSamples, Painter, encode_png, paste
 from mmod.io.files import replacing
 from mmod.io.progress import progress_bar
@@ -226,11 +226,11 @@ images as `KEY.0.png`, `KEY.1.png`."""
 
 def export_questions(
     root: str | Path, config: QuestionsConfig | str = "default", progress: bool = False
-) -> dict[str, dict[str, object]]:
+) -> dict[str, BuiltFile]:
     """Write LLaVA's files, `SPLIT.json` and a folder `images`; return `samples` and `sha256` of each JSON file."""
     if isinstance(config, str):
         config = QUESTIONS.config(config)
-    files = {}
+    files: dict[str, BuiltFile] = {}
     # Not durable: flushing many small files one by one would take minutes.
     with replacing(root, shared=True, durable=False) as partial:
         (partial / "images").mkdir(parents=True)
