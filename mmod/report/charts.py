@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mmod.analysis.flop_report import FlopReport
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import PALETTE, Line, Style, add_hint, add_legend, new_figure, svg_of, tidy
 from mmod.audits.across import Across
 from mmod.audits.plots import draw_audit, draw_gaps
-from mmod.report.sources import AuditRecord, RunRecord
+from mmod.report.sources import AuditRecord, RouterFigures, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,13 +137,13 @@ def _draw_flops(parts: Mapping[str, tuple[float, float]]) -> Figure:
     return figure
 
 
-def thinned(run: RunRecord) -> tuple[list[Mapping[str, Any]], int]:
+def thinned(run: RunRecord) -> tuple[list[RouterFigures], int]:
     """Return the rows of every n-th logged step of a run, and n."""
-    steps = sorted({row["step"] for row in run.rows})
+    steps = sorted({row.step for row in run.rows})
     # Every n-th logged step, rounded up, and the last one.
     every = -(-len(steps) // _STEPS)
     chosen = {*steps[:: max(1, every)], *steps[-1:]}
-    return [row for row in run.rows if row["step"] in chosen], every
+    return [row for row in run.rows if row.step in chosen], every
 
 
 def health_chart(run: RunRecord) -> Chart | None:
@@ -151,7 +151,7 @@ def health_chart(run: RunRecord) -> Chart | None:
     if not run.rows:
         return None
     rows, every = thinned(run)
-    kept = [row["kept"] for row in rows]
+    kept = [row.kept for row in rows]
     text = (
         f"The routers of {run.name} keep {min(kept):.2f} to {max(kept):.2f} of the tokens over the logged steps; "
         f"shown are {', '.join(_TITLES.values())}."
@@ -164,14 +164,14 @@ def health_chart(run: RunRecord) -> Chart | None:
     return Chart(f"{prefix}-routers", title, text, svg_of(draw_health(rows)), command)
 
 
-def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
+def draw_health(rows: Sequence[RouterFigures]) -> Figure:
     """Draw every figure that some row has over steps, with a line for each block."""
     panels = {}
     for name, title in _TITLES.items():
-        if any(row.get(name) is not None for row in rows):
+        if any(row.figures.get(name) is not None for row in rows):
             panels[name] = title
     # The same block has one colour in all panels.
-    blocks = list(dict.fromkeys(row["block"] for row in rows))
+    blocks = list(dict.fromkeys(row.block for row in rows))
     colours = {block: PALETTE[number % len(PALETTE)] for number, block in enumerate(blocks)}
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
@@ -183,8 +183,9 @@ def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
     handles: dict[str, Line2D] = {}
     for axis, (name, title) in zip(axes, panels.items()):
         for block, data in product(blocks, _LINES):
-            logged = [row for row in rows if (row["block"], row["data"]) == (block, data)]
-            points = [(row["step"], row[name]) for row in logged if row.get(name) is not None]
+            logged = [row for row in rows if (row.block, row.data) == (block, data)]
+            values = [(row.step, row.figures.get(name)) for row in logged]
+            points = [(step, value) for step, value in values if value is not None]
             if not points:
                 continue
             drawn = _draw_points(axis, points, color=colours[block], linestyle=_LINES[data])
@@ -197,7 +198,7 @@ def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _draw_points(axis: Axes, points: Sequence[tuple[int, float]], **style: Unpack[Style]) -> Line2D:
+def _draw_points(axis: Axes, points: Sequence[tuple[float, float]], **style: Unpack[Style]) -> Line2D:
     """Draw a line through some points, with a mark at each where they are few."""
     if len(points) < 30:
         style |= {"marker": "o", "markersize": 3}

@@ -14,12 +14,14 @@ from mmod.analysis.flop_report import FlopReport
 from mmod.audits.generation import Generation
 from mmod.audits.result import Audit
 from mmod.io.files import near_paths, open_rows, parse_json, read_text
-from mmod.plain import from_plain
+from mmod.plain import from_plain, without
 from mmod.values import check_value
 
 _STUDIES = ("tradeoff.json", "isoflop.json")
 _AUDIT = "audit/audit.json"
 _RUN = "routers.csv"
+# What says which row of it is which.
+_KEYS = ("step", "data", "block")
 PAGE = "report.html"
 """The file of a report."""
 TableCells = Sequence[Sequence[str]]
@@ -42,7 +44,7 @@ class StudyRecord:
     config: Mapping[str, object]
     title: str
     svg: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, str | float | None]]
     tables: Sequence[TableCells]
     verdict: Sequence[str | TableCells]
     environment: Mapping[str, object]
@@ -65,12 +67,22 @@ class AuditRecord:
     generation: Generation | None
 
 
+class RouterFigures(NamedTuple):
+    """The figures of a block's router at a logged step, see `mmod.training.engine.health`; `data` is what it read."""
+
+    step: float
+    data: str
+    block: str
+    kept: float
+    figures: Mapping[str, float | None]
+
+
 @dataclass(frozen=True)
 class RunRecord:
-    """A training run of a routed model: its path, and figures of its routers, see `mmod.training.engine.health`."""
+    """A training run of a routed model: its path, and its routers at logged steps."""
 
     name: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[RouterFigures]
 
 
 AnyRecord = TypeVar("AnyRecord", StudyRecord, AuditRecord, RunRecord)
@@ -169,22 +181,22 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
         ) from error
 
 
-def _read_run(path: Path) -> list[dict[str, object]]:
+def _read_run(path: Path) -> list[RouterFigures]:
     try:
         rows = _read_table(path)
         # Training writes the table where it has rows.
         if not rows:
             raise ValueError("it is empty")
         for row in rows:
-            for name in ("step", "data", "block", "kept"):
+            for name in (*_KEYS, "kept"):
                 if row[name] is None:
                     raise ValueError(f"{name} is empty")
             check_value("step", int(row["step"]), int, "[0, inf)")
-            for name in set(row) - {"step", "data", "block"}:
+            for name in set(row) - set(_KEYS):
                 check_value(name, row[name], float | None)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} holds no figures of routers ({type(error).__name__}: {error})") from error
-    return rows
+    return [RouterFigures(row["step"], row["data"], row["block"], row["kept"], without(row, _KEYS)) for row in rows]
 
 
 def _run_name(run: Path, root: Path) -> str:
