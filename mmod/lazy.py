@@ -30,7 +30,7 @@ def lazy_names(
     for home, names in names_in.items():
         home_of |= dict.fromkeys(names, home)
 
-    def get(name: str) -> Any:
+    def get(name: str) -> object:
         if name in home_of:
             with name_missing_extra():
                 value = getattr(importlib.import_module(home_of[name]), name)

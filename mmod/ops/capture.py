@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,7 +181,7 @@ class capture_inputs(AttentionIntercept):
             raise unseen_attention("tokens cannot be ranked by it")
         return self._row
 
-    def replace(self, func: Callable[..., Any]) -> Callable[..., object] | None:
+    def replace(self, func: Callable[..., object]) -> Callable[..., object] | None:
         """Read products of queries and keys too."""
         if func in _PRODUCTS:
             return partial(self._multiply, func)

@@ -151,7 +151,7 @@ class AttentionIntercept(TorchFunctionMode):
         with self:
             return func(*args, **kwargs)
 
-    def replace(self, func: Callable[..., Any]) -> Callable[..., object] | None:
+    def replace(self, func: Callable[..., object]) -> Callable[..., object] | None:
         """Return the replacement of a function, or None to call the function itself."""
         if func is SDPA:
             return self._attend

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -163,7 +162,7 @@ class StopRequest(Stop):
         super().__init__()
         self._agreed = 0
         # A separate group, so that no step waits for a GPU. Versions of torch differ in what they say it is.
-        self._group: Any = None
+        self._group: object = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
