@@ -241,7 +241,7 @@ class NamedArguments(CallForm, BlockCall):
     """
 
     parameters: Mapping[str, object]
-    attention_config: Any = None
+    attention_config: object = None
     projections: tuple[ProjectionName, ...] | None = None
     draws_paths: bool = False
     packs_prefix: bool = False

@@ -174,10 +174,12 @@ class _Search:
             output = output[0]
         return output
 
-    def attempt(self, replaced: Mapping[str, _Replacement], *options: Any) -> Tensor | None:
+    def attempt(
+        self, replaced: Mapping[str, _Replacement], x_BND: Tensor | None = None, without: Collection[str] = ()
+    ) -> Tensor | None:
         """Return what `run` does; None if the block does not run so."""
         try:
-            return self.run(replaced, *options)
+            return self.run(replaced, x_BND, without)
         # A host may raise anything on an output that its module would not return.
         except Exception:
             return None

@@ -130,7 +130,7 @@ class _HandsOn(nn.Module):
         """Return an attribute of the module, which its model may read."""
         return getattr(vars(self)["module"], name)
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Return the tokens."""
         return vars(self)["output"]
 

@@ -159,7 +159,7 @@ class _Watch(TorchFunctionMode):
             return self._output
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Arguments | None = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Arguments | None = None
     ) -> object:
         """Note a function that reads the output of the last block."""
         if self._output is not None and any(value is self._output for value in tree_leaves((args, kwargs))):

@@ -147,7 +147,7 @@ class BlockCall(Protocol):
         """Whether the block always needs its prefix tokens first."""
         return False
 
-    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Return the block's arguments after the tokens by name; raise for those that cannot be narrowed."""
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks | TokenGroups:
@@ -173,7 +173,7 @@ class BlockCall(Protocol):
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
-    ) -> Any:
+    ) -> object:
         """Return the output of the host's forward, of a block or attention, for kept tokens that attend to all."""
 
     def begin_update(

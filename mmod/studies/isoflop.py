@@ -319,7 +319,7 @@ def curves_of(points: Points, seed: int | None = None) -> dict[Group, Curve]:
     return curves
 
 
-def optima(points: Points) -> list[dict[str, Any]]:
+def optima(points: Points) -> Points:
     """Return the minimum of every curve, and the difference to that of the first series, of curves paired by seed."""
     # Curves are paired by seed: one that a model lacks says nothing.
     seeds = sorted(set.intersection(*(set(point["seeds"]) for point in points)))

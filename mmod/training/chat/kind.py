@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -53,13 +53,14 @@ class ChatKind:
 
     def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return one batch of prompts with one image, or whole training conversations; see `Kind.inputs`."""
-        parts: Any
+        parts: Iterable[object]
         if training:
             parts = self._spread(batches * size, size)
             samples = size
         else:
-            parts = [self.prompts(size)[0]]
-            samples = len(parts[0]["input_ids"])
+            prompts = self.prompts(size)[0]
+            parts = [prompts]
+            samples = len(prompts["input_ids"])
         return {"prompt": ModelInput(parts, samples, partial(fill_cache, model), partial(self._flops, model))}
 
     def _flops(self, model: nn.Module, kept: Mapping[str, float]) -> float:
