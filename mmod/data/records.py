@@ -27,6 +27,7 @@ MEDIA_EXTENSIONS = frozenset(
 """Extensions of shard members that hold media which no reader of conversations reads."""
 _IMAGES = ("image", "images")
 _TURNS = ("conversations", "messages")
+_LACKING = "no list of conversations or messages, but {}"
 _PART_NAMES = ("image", "path", "url")
 # Keys of records that hold media; `image_id` and the like describe an image.
 _TURN_ORDER = re.compile("(system )?user assistant( user assistant)*")
@@ -82,7 +83,7 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
     return {question_type: right[question_type] / count for question_type, count in questions.items()}
 
 
-def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
+def check_record(record: object, images: int | None = None) -> tuple[Message, ...]:
     """Check a record and return its messages, with the role names of chat templates and `<image>` for images.
 
     Args:
@@ -97,6 +98,8 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     if isinstance(record, ValueError):
         # What stands in its place in `read_records`.
         raise record
+    if not isinstance(record, Mapping):
+        raise ValueError(_LACKING.format(brief(record)))
     messages = [_check_message(index, said) for index, said in enumerate(_turns(record))]
     system = record.get("system")
     if system:
@@ -129,16 +132,11 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _turns(record: object) -> list[object]:
+def _turns(record: Mapping[str, object]) -> list[object]:
     """Return the messages of a record as they are."""
-    messages = None
-    if isinstance(record, Mapping):
-        _, messages = _only(record, _TURNS)
+    _, messages = _only(record, _TURNS)
     if not isinstance(messages, list):
-        present = brief(record)
-        if isinstance(record, Mapping):
-            present = ", ".join(map(str, record))
-        raise ValueError(f"no list of {' or '.join(_TURNS)}, but {present}")
+        raise ValueError(_LACKING.format(", ".join(map(str, record))))
     return messages
 
 

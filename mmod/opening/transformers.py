@@ -109,7 +109,7 @@ def _by_fields(args: Mapping[str, object]) -> dict[str, object]:
     return named
 
 
-def _with_frozen_mask(model: nn.Module) -> Any:
+def _with_frozen_mask(model: nn.Module) -> nn.Module:
     """Freeze the token of masked pretraining, whose gradient several processes would wait for in vain."""
     for name, weight in model.named_parameters():
         if name.endswith("mask_token"):
@@ -160,7 +160,7 @@ def _load(folder: str | Path, made: Any, loading: Mapping[str, object], fields: 
     return model
 
 
-def _at_size(model: Any, config: Any, folder: str | Path) -> object:
+def _at_size(model: Any, config: Any, folder: str | Path) -> nn.Module:
     """Return a model for images of the size in a config, whose position embeddings the host resamples."""
     # The attention that was chosen for the loaded model, since transformers would choose anew.
     resized = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
