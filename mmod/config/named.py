@@ -241,8 +241,7 @@ def read_routing(fields: Mapping[str, object]) -> RoutingConfig:
         options = dict(fields)
         name = options.pop("preset")
         if name is not None:
-            name = PRESETS.check(name)
-            own = preset_arguments(name)
+            own = preset_arguments(PRESETS.check(name))
             of_others = set().union(*map(preset_arguments, PRESETS)) - {*own, *ROUTING_FIELDS}
             # Over another config, null leaves out what this preset has no option for, or a second way to say the mean.
             unset = set(of_others)

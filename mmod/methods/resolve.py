@@ -33,7 +33,7 @@ def resolve_routing(fields: Mapping[str, object]) -> RoutingConfig:
 
 def resolve_methods(
     listed: Sequence[Mapping[str, object]],
-    routing: Mapping[str, Mapping[str, object] | None],
+    routing: Mapping[str, object],
     depths: Mapping[str, int] | None = None,
 ) -> tuple[Method, ...]:
     """Create the methods of a config, in the order in which they are applied.

@@ -143,21 +143,21 @@ def as_trained(dense: RunConfig) -> RunConfig:
     return dense.started_from(dense.output)
 
 
-def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _read_dense(named: str | Mapping[str, object], kind: str) -> dict[str, object]:
     """Read a config, with the keys that differ from it where it is a `base`.
 
     That of a run, by its folder or file, is changed to start from the run's final model.
     """
-    changes = {BASE_KEY: named} if isinstance(named, str) else dict(named)
+    changes: dict[str, object] = {BASE_KEY: named} if isinstance(named, str) else dict(named)
     path = changes.pop(BASE_KEY, None)
     if path is None:
         return changes
     check_value(f"dense.{BASE_KEY}", path, str)
-    folder = Path(path)
+    folder = Path(str(path))
     if (folder / RUN_CONFIG).is_file():
         fields = read_run_config(folder)
     else:
-        fields = read_yaml(path)
+        fields = read_yaml(str(path))
         folder = folder.parent
     kinds = (kind,)
     check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)

@@ -114,7 +114,7 @@ class StudyConfig(Checked):
     tolerance: Annotated[float, "[0, 1)"] = TOLERANCE
     seeds: Annotated[int, "[1, inf)"] = 1
     processes: Annotated[int, "[1, inf)"] = 1
-    then: dict[str, Any] | None = None
+    then: dict[str, object] | None = None
     bases: str | None = None
     controls: dict[str, str | Literal[False]] = field(default_factory=dict)
     latency_batch: Annotated[int, "[1, inf)"] = 32
@@ -224,7 +224,7 @@ class StudyConfig(Checked):
                     yield self._routed(series, capacity, fields, capacity)
 
     def _routed(
-        self, series: str, budget: float | None, fields: Mapping[str, Any], capacity: float | None = None
+        self, series: str, budget: float | None, fields: Mapping[str, object], capacity: float | None = None
     ) -> Candidate:
         """Return the model of a series at a budget, with the routing that its fields set, or the search of one."""
         plain = self._candidate(series, budget, fields)
@@ -233,7 +233,7 @@ class StudyConfig(Checked):
             options = fields["search"]
             # A series without a budget says it among the options.
             if budget is not None:
-                options = {**options, "budget": budget}
+                options = merged(fields, {"search": {"budget": budget}})["search"]
             return dataclasses.replace(plain, search=from_plain(PlanOptions, options, f"routers.{series}.search"))
         parts = self.parts_in(without(fields, RUN_FIELDS))
         if capacity is not None:
@@ -292,7 +292,7 @@ class StudyConfig(Checked):
         """Raise for what is wrong in the study that follows, before this one runs."""
         if self.then is not None:
             check_value("then.output", self.then.get("output", ""), str)
-            output = Path(self.then.get("output") or ".")
+            output = Path(str(self.then.get("output") or "."))
             # An absolute path or one upwards would leave the study's folder.
             if not output.parts or output.is_absolute() or ".." in output.parts:
                 raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
@@ -302,7 +302,7 @@ class StudyConfig(Checked):
         """Return the study that follows this one, in a folder of its `output`; None for none."""
         if self.then is None:
             return None
-        folder = Path(self.output) / self.then["output"]
+        folder = Path(self.output) / str(self.then["output"])
         fields = merged({**vars(self), "then": None}, {**self.then, "output": str(folder)}, null_removes=True)
         # Read as a file is, which converts values and names an unknown key.
         return from_plain(type(self), fields, "then")

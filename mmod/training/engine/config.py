@@ -150,7 +150,7 @@ class RunConfig:
     seed: Annotated[int, "[0, inf)"] = 0
     model: Start
     data: StreamConfig | SourceConfig
-    routing: Mapping[str, Any] | None = None
+    routing: Mapping[str, object] | None = None
     methods: list[dict[str, object]] = field(default_factory=list)
 
     engine: ClassVar[str]
@@ -187,7 +187,7 @@ class RunConfig:
         """The methods that the run applies to its model, in order."""
         return resolve_methods(self.methods, self.routing_parts(), self.depths())
 
-    def routing_parts(self) -> Mapping[str, Mapping[str, object] | None]:
+    def routing_parts(self) -> Mapping[str, object]:
         """Return the fields of `routing` by part of the model."""
         if self.part:
             return without_none({self.part: self.routing})
