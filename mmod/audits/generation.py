@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.analysis.statistics import Estimate, normal_mean
 from mmod.analysis.tracing import trace
@@ -132,7 +132,7 @@ def evaluate_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 
     return Generation(window, len(tokens_BN), by, stretches, decay)
 
 
-def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
+def _figures(model: nn.Module, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
     """Return the figures of each text and window, see `Stretch` (B, W) each."""
     with trace(model) as routings:
         logits = model(input_ids=tokens_BN, use_cache=False).logits[:, :-1].float()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -234,10 +234,17 @@ def generate(
     return tokenizer.batch_decode(ids_BN[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+class _Generated(TypedDict):
+    """The answers to a batch, and the counts of kept and skippable tokens by module that decides."""
+
+    texts: list[str]
+    counts: dict[str, list[int]]
+
+
 def _generated(
     model: nn.Module, collator: ChatCollator, prompts: Mapping[str, Tensor], max_new_tokens: int
-) -> dict[str, Any]:
-    """Return the answers to a batch ("texts"), and "counts" of tokens by module that decides, see `_watched`."""
+) -> _Generated:
+    """Answer a batch of prompts; see `_watched`."""
     with _watched(model) as counts:
         texts = generate(model, collator, prompts, max_new_tokens)
     return {"texts": texts, "counts": {name: count.tolist() for name, count in counts.items()}}

@@ -69,7 +69,7 @@ def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[A
     return model.train(), processor
 
 
-def sketch_to_train(config: TrainConfig) -> tuple[Any, Any]:
+def sketch_to_train(config: TrainConfig) -> tuple[nn.Module, Any]:
     """Create the model to train on the meta device, and its processor.
 
     A ValueError if nothing of it would be trained, or by no optimiser that is known: an evaluation needs neither.
@@ -241,7 +241,7 @@ def create_dense(config: TrainConfig, processor: object, on_meta: bool) -> Any:
     return model
 
 
-def _opened(config: TrainConfig, processor: object, on_meta: bool) -> Any:
+def _opened(config: TrainConfig, processor: object, on_meta: bool) -> nn.Module:
     source = config.model
     spec: Any = source.config
     if source.checkpoint is not None:

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.analysis.modes import in_mode
 from mmod.data.embedded import zero_shot_prompts
@@ -138,7 +138,7 @@ def evaluate_set(
     return Evaluated(result, {"recall1": recall_N})
 
 
-def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
+def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
     """Return the rows of a batch: embeddings, the captions' tokens, shares of kept tokens, "loss" and "outcome".
 
     The last two are cross entropy and recall at 1 of every pair among those of its batch, the mean of both directions.

@@ -71,7 +71,7 @@ class PairsKind:
             model.lock_image_tower()
         return model
 
-    def load(self, model: Any, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
+    def load(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
         """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopKind.load`."""
         if isinstance(model, TwoTowers):
             # A folder may hold open_clip's weights beside a config of transformers.
