@@ -142,7 +142,7 @@ def hidden_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load(folder: str | Path, made: Any, loading: Mapping[str, object], fields: Mapping[str, object]) -> Any:
+def _load(folder: str | Path, made: Any, loading: Mapping[str, object], fields: Mapping[str, object]) -> nn.Module:
     """Load a model at its own image size; a new number of classes draws a new classifier, and nothing else is drawn."""
     options = {**loading, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with hidden_bars():

@@ -305,7 +305,7 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     return inside
 
 
-def _pack(batch: dict[str, Any]) -> dict[str, Any]:
+def _pack(batch: dict[str, Tensor]) -> dict[str, Any]:
     mask_BN = batch.pop("attention_mask").bool()
     position_BN = torch.arange(mask_BN.shape[1]).expand_as(mask_BN)
     for name, value in {**batch, "position_ids": position_BN}.items():

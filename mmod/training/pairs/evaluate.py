@@ -80,7 +80,7 @@ class EvalResult(RoutedResult):
 
 
 def evaluate_set(
-    model: Any,
+    model: nn.Module,
     stream: BatchStream,
     tokenizer: Tokenizer,
     precision: str = "fp32",
@@ -240,7 +240,7 @@ def classify_scenes(model: object, tokenizer: Tokenizer, images: Tensor, tokens:
 
 
 def classify_folder(
-    model: Any,
+    model: nn.Module,
     tokenizer: Tokenizer,
     transform: Transform,
     folder: str,

@@ -126,7 +126,7 @@ class PairsKind:
             store=store,
         )
 
-    def inputs(self, model: Any, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return images and captions, each for its tower; those of evaluation are the first. See `Kind.inputs`."""
         if training:
             data = dataclasses.replace(self.config.data, val=self.config.data.train, batch_size=size)
