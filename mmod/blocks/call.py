@@ -173,7 +173,7 @@ class BlockCall(Protocol):
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
-    ) -> object:
+    ) -> Any:
         """Return the output of the host's forward, of a block or attention, for kept tokens that attend to all."""
 
     def begin_update(

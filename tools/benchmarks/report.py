@@ -133,12 +133,12 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
         return finished
     runs = config.runs()
     store = Store(folder / STORE)
-    done: dict[str, list[Row]] = {}
+    done: dict[str, Sequence[Row]] = {}
 
     def identity_of_run(name: str) -> dict[str, Any]:
         return {"work": "benchmark", "config": identity["config"], "run": name}
 
-    def measure(job: Look[None], callback: Callback) -> list[Row]:
+    def measure(job: Look[None], callback: Callback) -> Sequence[Row]:
         return store.once(identity_of_run(job.name), runs.calls[job.name], timed_on=config.device)
 
     def report_so_far() -> BenchmarkReport:
