@@ -130,6 +130,8 @@ def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any
     except DuplicateKeyError as error:
         raise DuplicateKeyError(f"{name}: {error}") from error
     except (ValueError, RecursionError) as error:
+        if not text.strip():
+            raise ValueError(f"{name} is no JSON: it is empty") from error
         end = ""
         if isinstance(error, json.JSONDecodeError) and _is_cut(error):
             end = ": it seems to be cut off at its end"

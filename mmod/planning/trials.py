@@ -378,7 +378,10 @@ def _check_options(
 ) -> None:
     """Refuse options that the blocks, or further options, leave no room for."""
     if faster is not None and (stack.language or candidates is not None):
-        raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
+        raise ValueError(
+            "faster chooses the candidates of an image model: leave it out beside candidates, and for prompts, for "
+            'which mmod.search_plan(..., cost="milliseconds") finds a plan'
+        )
     if measure is not None and stack.language:
         raise ValueError("measure says what of images is compared: leave it out for prompts")
     if at_size is not None and (candidates is not None or not stack.language):
@@ -434,8 +437,8 @@ def _prompts(
     searched = 1 + next(number for number, end in enumerate(ends) if 5 * end >= ends[-1])
     if searched == len(prompts):
         raise ValueError(
-            f"{ends[-1]} prompts are one batch, which cannot both find plans and evaluate them: pass more prompts, or "
-            "smaller batches"
+            f"plans are found on one batch of prompts and evaluated on others, and there is one alone, of {ends[-1]}: "
+            "pass more prompts, or smaller batches (`--batch_size` of the command)"
         )
     candidates = language_candidates(model, part, depth, prompts[:searched], store)
     evaluated = Prompts(model, part, prompts[searched:], is_right, callback)

@@ -126,6 +126,15 @@ def _check(options: argparse.Namespace) -> None:
         check_at_rest(options.model)
         check_holds_work(options.model)
     with mistakes.collected():
+        unusable = [name for name in (*_OF_IMAGES, "faster") if getattr(options, name) is not None]
+        if not options.pretrained:
+            unusable.append("no_pretrained")
+        if unusable and options.prompts is not None:
+            named = ", ".join(f"--{name}" for name in unusable)
+            raise ValueError(
+                f"{named}: of image models alone; with --prompts, the table has the speed of all candidates"
+            )
+    with mistakes.collected():
         if options.checkpoint is not None:
             check_at_rest(options.checkpoint)
             find_weights(options.checkpoint)
@@ -164,8 +173,10 @@ def _run_of(options: argparse.Namespace) -> str:
     return str(run)
 
 
+# Options that `--prompts` leave no room for.
+_OF_IMAGES = ("checkpoint", "image_size", "mean", "std", "measure")
 # Options besides the samples that another question of the same model differs in.
-_ASKED = ("checkpoint", "image_size", "mean", "std", "measure", "number", "batch_size", "faster")
+_ASKED = (*_OF_IMAGES, "number", "batch_size", "faster")
 
 
 def _folder_of(options: argparse.Namespace) -> str:

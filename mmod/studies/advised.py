@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_library, image_facts, load_adapter
 from mmod.data.corrupt import CorruptReport
 from mmod.data.labels import ModelClasses, some_names
-from mmod.data.readers.conversations import ConversationsConfig
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.folders import FolderSource
 from mmod.data.records import plain_answer
 from mmod.data.stream import ImageReader
@@ -120,11 +120,6 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
     from mmod.training.chat.processor import pixel_limits_of
     from mmod.training.chat.start import resize_images
 
-    unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
-    if unusable or not options.pretrained:
-        raise ValueError(
-            f"with --prompts the model is that of a folder: leave out --{(unusable or ['no_pretrained'])[0]}"
-        )
     data = ConversationsConfig(options.prompts, None, options.images, on_corrupt=options.on_corrupt)
     run = find_run(options.model)
     if run is None:
@@ -134,6 +129,8 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
         if not isinstance(parsed, TrainConfig):
             raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {parsed.kind!r}")
         config = dataclasses.replace(parsed, data=data)
+    # What is wrong in a file of prompts is told before the weights are loaded.
+    broken = open_conversations(options.prompts, data).report.faults
     kind = ChatKind(config)
     opened = open_model(load(kind), dense=True)
     # Batches are whole: the last may go beyond the number.
@@ -156,6 +153,8 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
         return _a_fifth_first(calibration(ChatKind(resized), model, number, options.batch_size))
 
     note = f"The model is {opened.sentence}."
+    if broken:
+        note = f"Prompts that were skipped: {len(broken)}, such as {next(iter(broken))}. {note}"
     return ReadPrompts(opened.model, prompts, is_right, at_size, pixel_limits_of(processor), note)
 
 

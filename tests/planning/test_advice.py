@@ -987,7 +987,7 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
         (
             lambda: make_joint("llava"),
             questions(1),
-            "prompts are one batch, which cannot both find plans and evaluate them",
+            "plans are found on one batch of prompts and evaluated on others, and there is one alone, of 2",
         ),
         (lambda: make_joint("llava"), [], "no images or prompts: batches is empty"),
         (lambda: make_language("llama"), questions(2), "reads text: use mmod.search_plan"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,18 @@ def test_answers_to_prompts_are_right_but_for_case_and_spacing(tmp_path: Path, m
     assert not functions[0](torch.cat([two, two]), ended)
 
 
+def test_prompts_that_cannot_be_read_are_counted_and_named(tmp_path: Path) -> None:
+    make_prompts(tmp_path)
+    file = tmp_path / "questions.json"
+    questions = json.loads(file.read_text())
+    questions[2]["image"] = "none.png"
+    file.write_text(json.dumps(questions))
+    line = [str(tmp_path / "llava"), "--prompts", str(file), "--batch_size", "1", "--on_corrupt", "skip"]
+    read = read_prompts(advise._parser().parse_args(line))
+    assert re.match(r"Prompts that were skipped: 1, such as \S+questions\.json \[2\]: image not found", read.note)
+    assert len(list(read.batches)) == len(questions) - 1
+
+
 def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_folder(tmp_path / "images", 3, 2)
     model = timm.create_model("test_vit", num_classes=3)
@@ -334,7 +347,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Before the weights, which may come from a hub.
         ("vit_tiny_patch16_224 --images empty", "--images: the folder 'empty' is empty"),
         ("test_vit --no_pretrained --images none", "--images: there is no folder 'none'"),
-        ("llava --prompts questions.json --measure top1", "leave out --measure"),
+        ("llava --prompts questions.json --measure top1", "--measure: of image models alone"),
+        ("llava --prompts questions.json --no_pretrained", "--no_pretrained: of image models alone"),
+        (
+            "llava --prompts questions.json --faster 1.4",
+            "--faster: of image models alone; with --prompts, ",
+        ),
         ("llava", "advice needs --images FOLDER, or --prompts FILE"),
         ("llava --images images", "'llava' is a language model, which continues text: name a file .* by --prompts"),
         ("text --images images", "'text' is a language model, which continues text: use mmod.search_plan"),
