@@ -180,7 +180,7 @@ def language_candidates(
     candidates = [_planned(name, plan, _LAST, controls.get(name)) for name, plan in plans.items()]
     candidates.append(_planned(_RANDOM, drop_once(depth), "random"))
     candidates += [
-        Candidate(f"evenly spread {keep:g}", routing={"preset": "evenly-spread", "capacity": keep})
+        Candidate(f"evenly-spread-{keep:g}", routing={"preset": "evenly-spread", "capacity": keep})
         for keep in (0.5, 0.25)
     ]
     candidates.append(Candidate("pixelprune", routing={"preset": "pixelprune-language"}))
@@ -219,7 +219,7 @@ def _fewer_pixels(pixels_I: Tensor, limits: Mapping[str, int]) -> list[Candidate
         most = _level(sorted(pixels_I.tolist()), share)
         # Small images would else be enlarged beyond the limit of large ones.
         size = {"shortest_edge": min(limits["shortest_edge"], most), "longest_edge": most}
-        name = f"{share:g} of the pixels"
+        name = f"fewer-pixels-{share:g}"
         candidates.append(Candidate(name, image_size=size, series="fewer-pixels", budget=share))
     return candidates
 
@@ -249,7 +249,7 @@ def _smaller_sides(model: nn.Module) -> list[Candidate]:
         share = (fewer / whole) ** 2
         candidates.append(
             Candidate(
-                f"{share:.2g} of the patches",
+                f"smaller-image-{share:.2g}",
                 image_size=patch * fewer,
                 series="smaller-image",
                 budget=share,

@@ -942,7 +942,7 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
     advice = mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False)
     assert (advice.measure, advice.samples, advice.images) == ("agreement", "prompts", 4)
     if labels:
-        assert {"as p-MoD", "as PyramidDrop", "evenly spread 0.25", "frozen after 2", *tried} <= {*named}
+        assert {"as p-MoD", "as PyramidDrop", "evenly-spread-0.25", "frozen after 2", *tried} <= {*named}
         assert {row.name for row in advice.rows} == {*tried}
         assert "whether these differ from their controls, in points: 'as FastV' (" in str(advice)
     assert advice.cache is not None

@@ -474,7 +474,7 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     advice = mmod.advise(models[0], batches[0], at_size=at_size, **options)
     # One of 2 x 2 patches.
     row = next(row for row in advice.rows if row.series == "smaller-image")
-    assert (row.label, row.code) == ("0.25 of the patches (4 px)", "")
+    assert (row.label, row.code) == ("smaller-image-0.25 (4 px)", "")
     assert row.config == 'model: {"image_size": 4}'
     assert row.score.value == pytest.approx(sum(map(sum, alike[1:])) / 6)
     assert 0 < row.score.value < 1
@@ -491,17 +491,17 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     )
     assert advised.best is not None
     assert "```python" not in str(advised)
-    told = '0.25 of the patches (4 px) in a training config:\n\n```yaml\nmodel: {"image_size": 4}\n```'
+    told = 'smaller-image-0.25 (4 px) in a training config:\n\n```yaml\nmodel: {"image_size": 4}\n```'
     assert told in str(advised)
     # Other prompts are not compared.
     refused = mmod.advise(models[0], batches[0], at_size=lambda *_: batches[0][::-1], **options).refused
-    assert refused["0.25 of the patches"].startswith("images of another size change more of the prompts")
+    assert refused["smaller-image-0.25"].startswith("images of another size change more of the prompts")
 
     def failing(model: nn.Module, side: int) -> list[Any]:
         raise IndexError("no grid of this size")
 
     refused = mmod.advise(models[0], batches[0], at_size=failing, **options).refused
-    assert refused["0.25 of the patches"] == "images of 4 px: no grid of this size"
+    assert refused["smaller-image-0.25"] == "images of 4 px: no grid of this size"
     with pytest.raises(ValueError, match="leave it out for images, or candidates"):
         mmod.advise(timm.create_model("test_vit"), [torch.zeros(1, 3, 160, 160)], at_size=at_size)
 
@@ -521,7 +521,7 @@ def test_fewer_pixels_of_images_of_any_size_are_compared(
     folder, show = str(tmp_path / "qwen"), {"progress": False}
     advice = mmod.advise(read.model, batches, at_size=read.at_size, pixel_limits=limits, **show)
     rows = {row.name: row for row in advice.rows}
-    assert set(rows) == {f"{share} of the pixels" for share in (0.7, 0.5, 0.35)}
+    assert set(rows) == {f"fewer-pixels-{share}" for share in (0.7, 0.5, 0.35)}
     # Plans are searched on the first batch.
     pictures = [Image.open(tmp_path / f"{number}.png") for number in range(2, 6)]
     pixels = [picture.width * picture.height for picture in pictures]
@@ -534,7 +534,7 @@ def test_fewer_pixels_of_images_of_any_size_are_compared(
     assert dense == [number // 64 for number in pixels]
     text = sum(int(((batch["input_ids"] != image) & batch["attention_mask"].bool()).sum()) for batch in batches[1:])
     for share in (0.7, 0.5, 0.35):
-        row = rows[f"{share} of the pixels"]
+        row = rows[f"fewer-pixels-{share}"]
         # What a user writes.
         size = yaml.safe_load(row.config)["model"]["processor_args"]["size"]
         assert row.label == f"{row.name} (at most {size['longest_edge']:,})"
@@ -568,8 +568,8 @@ def test_images_that_cannot_have_fewer_pixels_are_left_out_with_their_reason(
     refused = mmod.advise(read.model, batches, at_size=read.at_size, **show).refused
     assert refused["smaller images"].endswith("and its processor has no limit of their pixels")
     refused = mmod.advise(read.model, batches, at_size=lambda *_: batches, pixel_limits=limits, **show).refused
-    assert set(refused) == {f"{share} of the pixels" for share in (0.7, 0.5, 0.35)}
-    assert refused["0.5 of the pixels"] == "images of another size have as many image tokens as before"
+    assert set(refused) == {f"fewer-pixels-{share}" for share in (0.7, 0.5, 0.35)}
+    assert refused["fewer-pixels-0.5"] == "images of another size have as many image tokens as before"
     for wrong in ({"pixel_limits": limits}, {"at_size": read.at_size, "pixel_limits": {"max_pixels": 64}}):
         with pytest.raises(ValueError, match="pixel_limits are the shortest_edge and longest_edge that at_size"):
             mmod.advise(read.model, batches, **wrong)
@@ -587,6 +587,6 @@ def test_a_file_of_prompts_gives_a_report(
     main(["advise", str(tmp_path / "llava"), *asked, "--batch_size", "2", "--device", "cpu"])
     shown = capsys.readouterr().out
     assert "as PyramidDrop" in shown
-    assert " 0.25 of the patches (4 px) " in shown
+    assert " smaller-image-0.25 (4 px) " in shown
     assert "per prompt in batches of 2 (" in shown
     assert (tmp_path / "advice" / "advice.md").is_file()
