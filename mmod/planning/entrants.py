@@ -50,10 +50,6 @@ class Entrant(NamedTuple):
     samples: Images | Prompts
     attends_twice: bool = False
 
-    def costs(self, kept: Mapping[str, float]) -> Costs:
-        """Return what a sample costs the model, by the shares that `Measured` has."""
-        return self.samples.costs(self.model, kept)
-
     @property
     def chooses(self) -> bool:
         """Whether it chooses the tokens that it keeps, as a user's own do that have routers."""

@@ -161,11 +161,7 @@ class Images:
         return redundancy(whole_patches(self.pixels, side), side)
 
     def costs(self, model: nn.Module, kept: Mapping[str, float]) -> Costs:
-        """Return the FLOPs of a pass over an image.
-
-        Args:
-            kept: See `Measured`; of a model whose cost follows from its images.
-        """
+        """Return the FLOPs of a pass over an image, by the kept shares of `Measured` where these decide them."""
         path, inputs, size = self.counted
         counted = model.get_submodule(path)
         # A model of one's own may read values of images, and a count has none.

@@ -206,7 +206,10 @@ def advise(
         decimals = SHARES if samples.measure == AGREEMENT else COSINES
         table = _compared(entrants, figure, results, decimals, faster, stages, list(models))
         stages.begin("report", _REPORT)
-        costs = {name: entrants[name].costs(runs[0].kept) for name, runs in table.runs.items()}
+        costs = {}
+        for name, runs in table.runs.items():
+            _, changed, as_read, _ = entrants[name]
+            costs[name] = as_read.costs(changed, runs[0].kept)
         rows = tuple(rows_of(table, figure, entrants, costs, part, is_only, decimals))
     accuracy = None
     if samples.has_labels:
