@@ -184,7 +184,7 @@ class ClipBlock(NamedArguments):
         """
         if self.captions is None:
             return TokenMasks()
-        caption = self.captions.find(x_BND, self.number, self.number == self.captions.last)
+        caption = self.captions.find(x_BND, self.number)
         if caption is None or caption.shape != x_BND.shape[:2]:
             raise RuntimeError(
                 f"a routed text tower needs token ids: run encode_text or the tower, not its blocks on "

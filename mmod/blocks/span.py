@@ -30,7 +30,7 @@ class _Remembered(NamedTuple):
 
     Args:
         tensor: The tensor, or what it is a view of.
-        address: Where the values of `tensor` lie.
+        address: See `_address`.
         look: See `_look`.
     """
 
@@ -115,9 +115,12 @@ class Span:
                 if not in_order:
                     span_pass.position = state.position
             else:
-                found = self.find(x, None if in_order else state.position, state.ends)
+                found = self.find(x, None if in_order else state.position)
                 if found is None:
                     return None
+                if in_order and state.ends:
+                    # No position says that it is over.
+                    calls.running.passes = [other for other in calls.running.passes if other is not found]
                 span_pass = found
         # An uninterrupted pass may hand on rows instead of all tokens.
         if not span_pass.uninterrupted and not torch.compiler.is_compiling() and span_pass.shape != x.shape[:2]:
@@ -183,24 +186,21 @@ class Span:
             self.hand_on(started, x)
         return started
 
-    def find(self, x: Tensor, position: int | None, ends: bool) -> SpanPass | None:
+    def find(self, x: Tensor, position: int | None) -> SpanPass | None:
         """Return the pass of a later module's input, where order does not tell it; None if no pass reached it.
 
         Args:
             position: The module's position; None in a compiled call of the model, whose modules run in order: a graph
                 that reads no position serves several modules.
-            ends: It is the last module.
 
         Raises:
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
         """
         call = self.calls.value.running
         # Something may have read the tokens or run the blocks in another order: the tensor tells.
-        found = None
-        if not torch.compiler.is_dynamo_compiling():
-            found = self._pass_of(x)
-            if torch._C._current_graph_task_id() != call.task:
-                return self._find_recomputed(found)
+        found = self._pass_of(x)
+        if not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != call.task:
+            return self._find_recomputed(found)
         if found is None:
             found = self._only_unfinished(x, position, call)
             if found is None:
@@ -210,8 +210,9 @@ class Span:
                 self.hand_on(found, x)
         if position is not None:
             found.position = position
-        if ends:
-            call.passes = [other for other in call.passes if other is not found]
+            # A call forgets its passes when it ends; outside calls the last block does it.
+            if position >= self.last and call.outer is None:
+                call.passes = [other for other in call.passes if other is not found]
         return found
 
     def hand_on(self, current: SpanPass, y: Tensor) -> None:
@@ -235,14 +236,14 @@ class Span:
 
     def follow(self, x: Tensor, y: Tensor) -> None:
         """Remember that a tensor belongs to the pass of another one, if that is known, whose values it rearranges."""
-        if torch.compiler.is_dynamo_compiling():
-            return
         found = self._pass_of(x)
         if found is not None:
             self.hand_on(found, y)
 
     def _pass_of(self, x: Tensor) -> SpanPass | None:
         """Return the pass that a tensor is remembered to belong to, or None."""
+        if torch.compiler.is_dynamo_compiling():
+            return None
         look = _look(x)
         match = self._by_address.get(look[0])
         if match is None or match.look != look:
