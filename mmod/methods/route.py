@@ -180,7 +180,6 @@ class Route(Method):
         hooks: list[tuple[nn.Module, ModelHook]] = []
         for name, stack in stacks.items():
             hooks += stack.hooks(self.parts[name])
-        for name, stack in stacks.items():
             score = self.parts[name].router
             source: GridSource | RowSource | None = None
             if score.reads_grid:
