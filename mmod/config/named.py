@@ -30,8 +30,8 @@ def preset(name: str, depth: int | None = None, **changes: object) -> RoutingCon
     """Return the routing config of a published method, or this library's recommended learned router.
 
     `mmod.presets()` lists the presets. The page "Configs and scores" of the docs has their options and differences from
-    the papers. As there, the last block may be routed: where a loss reads a class token or text alone, its router gets
-    no gradient from other tokens, and still chooses those that the class token or text attend to.
+    the papers. As in these, the last block may be routed: where a loss reads a class token or text alone, its router
+    gets no gradient from other tokens, and still chooses those that the class token or text attend to.
 
     Args:
         name: A name of that list.
