@@ -102,6 +102,7 @@ class BlockStack:
         rows: Where a tower gets each patch of its images as a row of pixels; None if it does not.
         windows: Tells blocks the images if some attend within windows, else None.
         proof: What a trial showed of the blocks; None where the adapter knows them.
+        keys: Names of the blocks in the list, where they are not their numbers.
     """
 
     block_list: str
@@ -123,11 +124,12 @@ class BlockStack:
     rows: RowSource | None = None
     windows: SequenceImages | None = None
     proof: Any = None
+    keys: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the blocks in the model, in order."""
-        return tuple(f"{self.block_list}.{number}" for number in range(len(self.blocks)))
+        return tuple(f"{self.block_list}.{key}" for key in self.keys or range(len(self.blocks)))
 
     @property
     def owner(self) -> str:

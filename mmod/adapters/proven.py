@@ -131,4 +131,6 @@ def stack_of(proof: Proof, model: nn.Module, host: str) -> BlockStack:
         grid=grid,
         windows=windows,
         proof=proof,
+        # torchvision's are `encoder_layer_0` and so on.
+        keys=tuple(block_list._modules),
     )

@@ -247,6 +247,14 @@ def test_blocks_of_transformers_pass_on_rows_where_nothing_reads_between_them(mo
     assert nothing < one < every
 
 
+@pytest.mark.parametrize("name", ["norms behind, named blocks", "halves in sequence"])
+def test_counted_blocks_are_named_as_in_the_model(name: str) -> None:
+    model = mmod.route_(make(name), mmod.RoutingConfig(router="attention", capacity=0.5, blocks=[1, 3]))
+    rows = mmod.flops(model, 64).blocks
+    assert [row.name for row in rows] == [f"stages.{key}" for key, _ in model.stages.named_children()]
+    assert [row.kept < row.tokens for row in rows] == [False, True, False, True, False]
+
+
 def test_loading_reads_the_proof_instead_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mmod.route_(make("vit"), mmod.RoutingConfig(blocks=(2,))).save_pretrained(tmp_path)
     monkeypatch.setattr("mmod.adapters.tokens.read_inputs", None)

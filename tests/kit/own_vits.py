@@ -6,6 +6,7 @@ Axes: B images, N tokens, H heads, E channels of a head, D channels.
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -311,12 +312,20 @@ class OwnViT(nn.Module):
         return self.classes(self.final(x).mean(dim=1))
 
 
+class NamedBlocks(OwnViT):
+    """A vision transformer whose list names its blocks, as torchvision's does."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__(make)
+        self.stages = nn.Sequential(OrderedDict((f"layer_{index}", stage) for index, stage in enumerate(self.stages)))
+
+
 ROUTED: dict[str, Callable[[], OwnViT]] = {
     "own softmax": lambda: OwnViT(lambda _: OwnBlock(FusedSoftmax)),
     "einsum": lambda: OwnViT(lambda _: OwnBlock(Einsum)),
     "sdpa, registers": lambda: OwnViT(lambda _: OwnBlock(Sdpa), prefix=5),
     "no class token": lambda: OwnViT(lambda _: OwnBlock(Sdpa), prefix=0),
-    "norms behind": lambda: OwnViT(lambda _: PostNormBlock(Sdpa)),
+    "norms behind, named blocks": lambda: NamedBlocks(lambda _: PostNormBlock(Sdpa)),
     "attention in the block": lambda: OwnViT(lambda _: AttendingBlock()),
     "parallel branches": lambda: OwnViT(lambda _: ParallelBlock(Sdpa)),
     "halves in sequence": lambda: OwnViT(lambda _: HalvesInSequence()),
