@@ -161,7 +161,7 @@ class StopRequest(Stop):
     def __init__(self) -> None:
         super().__init__()
         self._agreed = 0
-        # A separate group, so that no step waits for a GPU. Versions of torch differ in what they say it is.
+        # A separate group, so that no step waits for a GPU.
         self._group: object = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
@@ -170,7 +170,8 @@ class StopRequest(Stop):
         """Return whether any process got a signal to stop; collective over processes."""
         # A snapshot: a signal that arrives after this must not make one process leave alone.
         self._agreed = self.number
-        if self._group is not None:
+        # Versions of torch differ in what they say a new group is.
+        if isinstance(self._group, dist.ProcessGroup):
             number = torch.tensor(self.number)
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
             self._agreed = int(number)
