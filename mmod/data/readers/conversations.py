@@ -25,6 +25,7 @@ from mmod.io.remote import RemoteError
 from mmod.names import prefixed
 
 Protected = Literal["question", "conversation"]
+"""Text that is protected in training: all but the answers, or all."""
 StoredImage = str | tuple[str, int, int]
 """Where the picture of a conversation is: its path, or its shard, its offset there and its size in bytes."""
 
@@ -36,10 +37,6 @@ class StoredChat(TypedDict):
     messages: Sequence[tuple[str, str]]
     images: Sequence[StoredImage]
     kinds: Sequence[str]
-
-
-"""Text that is protected in training: all but the answers, or all."""
-
 
 class ChatSample(NamedTuple):
     """One conversation, ready to be encoded.
