@@ -83,15 +83,15 @@ class CorruptReport:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
 
     def add(self, faults: Iterable[Fault], hint: str = "") -> None:
-        """Count faults; if `on_corrupt` is "raise", raise a CorruptDataError of a few reasons, with a hint."""
+        """Count faults; if `on_corrupt` is "raise", raise a CorruptDataError of the first few, with a hint."""
         met = list(faults)
         if met and self.on_corrupt == "raise":
-            # The same reason may be that of all.
-            by_reason = {fault.reason: fault for fault in reversed(met)}
-            named = list(reversed(by_reason.values()))[:_TOLD]
-            told = "; ".join(map(str, named))
-            if len(met) > len(named):
-                told += f"; {len(met) - len(named)} more"
+            # The first of each reason before others: one reason may be that of most.
+            firsts = {fault.reason: fault for fault in reversed(met)}
+            others = [fault for fault in met if firsts[fault.reason] is not fault]
+            told = "; ".join(map(str, [*reversed(firsts.values()), *others][:_TOLD]))
+            if len(met) > _TOLD:
+                told += f"; {len(met) - _TOLD} more"
             raise CorruptDataError(f"{told} ({self.advice}{prefixed('; ', hint)})")
         for fault in met:
             self.faults[fault] = None
