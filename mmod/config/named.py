@@ -94,10 +94,10 @@ def _fitted_to_plan(
     name: str, planned: tuple[float, ...], changes: Mapping[str, Any], depth: int | None
 ) -> dict[str, object]:
     """Return the changes of a preset that plans a capacity for each block; raise if its blocks become more or fewer."""
-    if "blocks" not in changes and isinstance(changes.get("capacity"), numbers.Real):
-        # A mean in place of the plan's own: its shape stays, which 0 has none of.
-        check_value("capacity", changes["capacity"], float, "(0, 1]")
-        return {**changes, "capacity": rescaled(planned, changes["capacity"])}
+    mean = changes.get("capacity")
+    # A mean in place of the plan's own: its shape stays, which 0 has none of.
+    if "blocks" not in changes and isinstance(mean, numbers.Real) and mean:
+        return {**changes, "capacity": rescaled(planned, mean)}
     if "blocks" in changes and "capacity" not in changes and depth is not None:
         chosen = RoutingConfig(blocks=changes["blocks"]).resolved(depth).blocks
         if len(chosen) != len(planned):

@@ -168,15 +168,15 @@ class Route(Method):
                 f"another part of this {type(model).__name__} is routed in training and evaluation, or in training "
                 "alone: training_only must be the same for all parts"
             )
-        for name, stack in stacks.items():
-            # Where capacities were set after routing, they are those of a saved model, which ran.
-            if not self.capacities and not stack.language:
-                _refuse_no_patches(stack, self.parts[name])
 
     def change(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Convert the blocks of each part in place."""
         # All parts are checked before the first one changes.
         conversions = {name: prepare(stack, self.parts[name]) for name, stack in stacks.items()}
+        for name, stack in stacks.items():
+            # Where capacities were set after routing, they are those of a saved model, which ran.
+            if not self.capacities and not stack.language:
+                _refuse_no_choice(stack, self.parts[name])
         hooks: list[tuple[nn.Module, ModelHook]] = []
         for name, stack in stacks.items():
             hooks += stack.hooks(self.parts[name])
@@ -228,7 +228,7 @@ class Route(Method):
             unshare_score(module)
 
 
-def _refuse_no_patches(stack: BlockStack, config: RoutingConfig) -> None:
+def _refuse_no_choice(stack: BlockStack, config: RoutingConfig) -> None:
     """Raise a ValueError if a config says capacity 0 of all its blocks, and whole blocks see kept tokens alone."""
     # A plan that lists capacities means a 0 among them, as searches do.
     if config.capacity != 0 or config.select != "topk":
@@ -237,8 +237,8 @@ def _refuse_no_patches(stack: BlockStack, config: RoutingConfig) -> None:
         # Where they attend to all, or miss one branch alone, they see the patches.
         if row.operator == "block" and row.context == "kept":
             raise ValueError(
-                f"capacity 0 leaves {stack.names[row.block]} no patch to run on: capacity must be in (0, 1]. To keep "
-                "only tokens such as a class token there, list a capacity for each block"
+                f"capacity 0 leaves {stack.names[row.block]} no token but those that are always kept: capacity must be "
+                "in (0, 1]. To run on these alone, as on a class token, list a capacity for each block"
             )
 
 

@@ -185,7 +185,7 @@ def test_one_capacity_of_zero_is_refused_where_whole_blocks_see_no_patch(
     model = make_dense()
     before = {key: type(module) for key, module in model.named_modules()}
     for change in (mmod.route_, mmod.apply_):
-        with pytest.raises(ValueError, match=r"no patch to run on: capacity must be in \(0, 1\]"):
+        with pytest.raises(ValueError, match=r"no token but those .* kept: capacity must be in \(0, 1\]"):
             change(model, config)
         assert {key: type(module) for key, module in model.named_modules()} == before
     # A capacity that is set later is meant, and so is one of each block; both load again.

@@ -322,9 +322,15 @@ def test_the_list_says_what_each_preset_is_for() -> None:
 @pytest.mark.parametrize("name", sorted({*mmod.presets("image")} - {"pixelprune", "modification"}))
 def test_a_capacity_of_zero_is_refused(name: str) -> None:
     model = make()
-    with pytest.raises(ValueError, match=r"capacity 0 leaves blocks\.|capacity must be a number in \(0, 1\], got 0"):
+    with pytest.raises(ValueError, match=r"capacity 0 leaves blocks\."):
         mmod.route_(model, mmod.preset(name, capacity=0))
     assert not mmod.is_routed(model)
+
+
+@pytest.mark.parametrize("name", ["p-mod", "v2drop"])
+def test_a_plan_for_language_models_may_keep_no_image_token(name: str) -> None:
+    model = mmod.route_(make_joint("llava", num_hidden_layers=7), language=mmod.preset(name, capacity=0))
+    assert set(mmod.capacities(model).values()) == {0.0}
 
 
 @pytest.mark.parametrize("name", mmod.presets("image"))
