@@ -67,6 +67,7 @@ SMALL = {
     "isoflop": "--dry-run",
     "isoflop configs/isoflop/text": "--print_config",
     "advise llava": "--number 4 --batch_size 2 --device cpu",
+    "advise runs/vlm": "--number 4 --batch_size 2 --device cpu",
     "advise": "--number 2 --batch_size 2 --no_pretrained",
     "benchmark drafts": "--prompts 1 --prompt_tokens 4 --new_tokens 2 --rounds 1 --draft_tokens [3] --threads 1",
     "benchmark generation": f"{PRESETS} --image_tokens [16] --batch_sizes [1] --hidden 64 --layers 6 {TIMED}",
@@ -114,9 +115,9 @@ ALIKE = {
 GROUPS = {
     "image": r"train image|evaluate|audit runs/(digits|tradeoff)|report runs/(audit|tradeoff)",
     "pairs": "train pairs",
-    "chat": "train chat|audit runs/vlm|plan",
+    "chat": "train chat|audit runs/vlm|advise runs/vlm|plan",
     "text": "train text|audit runs/text|report runs/text|benchmark drafts",
-    "photos": "advise",
+    "photos": "advise (?!runs/vlm)",
     "data": "data",
     "benchmarks": "benchmark (models|ops|generation|suite)",
     "studies": "tradeoff",
@@ -232,6 +233,8 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
         run(f"{command} --output {output}")
     if group == "data":
         write_own(Path())
+    if group == "chat":
+        run("data questions data/questions --json")
     if group == "image":
         for folder in (f"runs/tradeoff/{study}/seed0" for study in ("digits-quarter", "digits-exit")):
             for name, made in STUDIED.items():
