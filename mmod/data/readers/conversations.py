@@ -38,6 +38,7 @@ class StoredChat(TypedDict):
     images: Sequence[StoredImage]
     kinds: Sequence[str]
 
+
 class ChatSample(NamedTuple):
     """One conversation, ready to be encoded.
 
