@@ -12,6 +12,7 @@ from mmod.adapters.find import (
     find_parts,
     find_stack,
     find_stacks,
+    has_blocks,
     load_adapter,
     used_parameters,
 )

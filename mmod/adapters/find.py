@@ -80,7 +80,7 @@ _OfBatches = Callable[Concatenate[nn.Module, Iterable[object], P], R]
 
 
 def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:
-    """Find the blocks of a user's own model by the images of the first batch: it may run on no other size.
+    """Find the blocks of a user's own model, by the images of the first batch where it may run on no other size.
 
     Args:
         function: It takes a model, batches of what that reads, and more.
@@ -101,7 +101,7 @@ def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:
             # Images, or images and labels.
             if isinstance(image, (tuple, list)) and image:
                 image = image[0]
-            if isinstance(image, Tensor) and image.ndim == 4:
+            if isinstance(image, Tensor) and image.ndim == 4 and not has_blocks(model):
                 tokens = Tokens(example=image[:1].float().cpu())
         with declared(model, tokens):
             return function(model, batches, *args, **options)
@@ -193,3 +193,11 @@ def find_stacks(model: nn.Module) -> dict[str, BlockStack]:
     if not stacks:
         raise refusals[0]
     return stacks
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Return whether a model has blocks that can be routed, unlike one of convolutions."""
+    try:
+        return bool(find_stacks(model))
+    except ValueError:
+        return False

@@ -97,6 +97,12 @@ def declared(model: nn.Module, tokens: Tokens | None) -> Iterator[None]:
         del vars(model)[_TOKENS]
 
 
+def said_of(model: nn.Module) -> str:
+    """Return the argument of Python that says of a model what is declared of its images; empty for nothing."""
+    said = vars(model).get(_TOKENS)
+    return "" if said is None else f"tokens=mmod.Tokens(example=torch.zeros{tuple(said.example.shape)})"
+
+
 def is_declared(model: nn.Module) -> bool:
     """Return whether the user says where the blocks of a model are, or said it of one that methods changed."""
     return _TOKENS in vars(model) or any(_PROOF in vars(module) for module in model.modules())

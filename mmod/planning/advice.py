@@ -12,7 +12,7 @@ from mmod.analysis.statistics import FEWEST, keeps
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
-from mmod.planning.candidate import shown_code
+from mmod.planning.candidate import shown_code, with_imports
 from mmod.planning.choice import (
     NOISE,
     ON_FRONT,
@@ -187,7 +187,7 @@ class Advice:
         if row is None or not row.code:
             return ""
         lines = "\n".join(filter(None, [self.page.opening, row.code]))
-        return f"import mmod\n\n{lines}"
+        return with_imports(lines)
 
     def table(self) -> MarkdownTable:
         """Return all rows as a table."""

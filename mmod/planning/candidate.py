@@ -180,8 +180,13 @@ class Candidate:
             lines.append(f"routing: {json.dumps(routing)}")
         return "\n".join(lines)
 
-    def code(self, part: str, is_only: bool) -> str:
-        """Return the lines of Python that apply it; arguments are those of `config`."""
+    def code(self, part: str, is_only: bool, tokens: str = "") -> str:
+        """Return the lines of Python that apply it.
+
+        Args:
+            part: That of `config`, and so is `is_only`.
+            tokens: The argument `tokens=` of a user's own model; empty for none.
+        """
         from mmod.methods import METHODS
 
         lines = []
@@ -194,7 +199,7 @@ class Candidate:
             home = method.__module__.rpartition(".")[0]
             if home.startswith("mmod."):
                 shown = f"{home}.{method.__name__}({_arguments(fields)})"
-            lines.append(f"mmod.apply_(model, {shown})")
+            lines.append(_call("apply_", shown, tokens))
         if self.routing is not None:
             fields = dict(self.routing)
             preset = fields.pop("preset", None)
@@ -206,7 +211,7 @@ class Candidate:
                 config = _literal(preset)
             if not is_only:
                 config = f"{part}={config}"
-            lines.append(f"mmod.route_(model, {config})")
+            lines.append(_call("route_", config, tokens))
         return "\n".join(lines)
 
 
@@ -238,7 +243,7 @@ def shown_code(models: Mapping[str, tuple[str, str]], opening: str = "", differe
         needs_model = not all(lines.startswith("model =") for lines in python.values())
         opening = opening or "# model: your dense model"
         dense = f"{opening}\n" if needs_model else ""
-        lines = f"import mmod\n\n{dense}{_with_names(python)}"
+        lines = with_imports(f"{dense}{_with_names(python)}")
         blocks.append(f"{_heading(python, 'Python')}\n\n```python\n{lines}\n```")
     if keys:
         between = f"{difference}\n\n" if difference and python else ""
@@ -256,6 +261,16 @@ def _with_names(models: Mapping[str, str]) -> str:
     if len(models) == 1:
         return next(iter(models.values()))
     return "\n".join(f"# {name}\n{lines}" for name, lines in models.items())
+
+
+def with_imports(lines: str) -> str:
+    """Return lines of Python behind the imports that they need."""
+    also = "import torch\n" if "torch.zeros(" in lines else ""
+    return f"import mmod\n{also}\n{lines}"
+
+
+def _call(function: str, change: str, tokens: str) -> str:
+    return f"mmod.{function}({', '.join(filter(None, ['model', change, tokens]))})"
 
 
 def _arguments(fields: Mapping[str, object]) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from mmod.adapters import find_library
+from mmod.adapters.tokens import said_of
 from mmod.analysis.table import (
     DENSE,
     Look,
@@ -188,7 +189,7 @@ def rows_of(
             agreement_to_control = gap(table, AGREEMENT, name, candidate.control)
         yield dataclasses.replace(
             row_of(table, figure, candidate),
-            code=candidate.code(part, is_only),
+            code=candidate.code(part, is_only, said_of(entrants[DENSE].model)),
             config=_config_of(candidate, entrants[DENSE].model, part, is_only),
             on_front=name in front,
             cache=costs[name].cache,

@@ -16,8 +16,6 @@ from mmod.training.kinds import KINDS, config_class, estimate, fit, kind_of
 from mmod.values import check_value, one_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from mmod.training.engine.config import RunConfig
     from mmod.training.engine.evaluate import RoutedResult
     from mmod.training.engine.run_folder import FitResult
@@ -62,6 +60,7 @@ def main(arguments: Sequence[str], kind: str) -> None:
 
 def next_commands(config: RunConfig, result: FitResult[RoutedResult | None]) -> str:
     """Return the commands that may follow a finished run, and where its model is."""
+    from mmod.adapters import has_blocks
     from mmod.methods.route import is_routed
     from mmod.training.engine.start import sketch
 
@@ -76,7 +75,7 @@ def next_commands(config: RunConfig, result: FitResult[RoutedResult | None]) -> 
         # Methods for training alone leave the final model dense.
         if is_routed(model):
             commands[f"mmod audit {folder}"] = "which tokens it keeps"
-        elif config.routing is None and not config.methods and _has_blocks(model):
+        elif config.routing is None and not config.methods and has_blocks(model):
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
             row = KINDS[config.kind]
             if row.advised:
@@ -86,16 +85,6 @@ def next_commands(config: RunConfig, result: FitResult[RoutedResult | None]) -> 
     width = max(map(len, commands), default=0)
     lines = [f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items()]
     return "\n".join([f"next: the {saved} is in {folder}/model", *lines])
-
-
-def _has_blocks(model: nn.Module) -> bool:
-    """Return whether a dense model has blocks that can be routed, unlike one of convolutions."""
-    from mmod.adapters import find_stacks
-
-    try:
-        return bool(find_stacks(model))
-    except ValueError:
-        return False
 
 
 def parse_run(

@@ -622,6 +622,23 @@ def test_what_is_compared_may_be_named_as_on_the_command_line(clock: Callable[..
         mmod.advise(make(num_classes=0), [images], measure="top1", progress=False)
 
 
+@pytest.mark.parametrize("side", [64, 72], ids=["a usual size", "another size"])
+def test_printed_lines_change_a_model_that_runs_on_one_size_of_images(side: int, clock: Callable[..., None]) -> None:
+    clock({"both": 2.0})
+    model = OwnViT(lambda _: OwnBlock(), depth=2).eval()
+    model.places = nn.Parameter(torch.randn(1, (side // 8) ** 2, model.places.shape[2]))
+    images = torch.randn(64, 3, side, side)
+    both = Candidate("both", methods=({"kind": "experts", "experts": 2},), routing={"router": "stride"})
+    advice = mmod.advise(model, [images], candidates=[both], tolerance=0.99, progress=False)
+    ((lines,),) = [re.findall(r"```python\n(.*?)```", str(advice), re.DOTALL)]
+    assert ("tokens=" in lines) == (side == 72)
+    for printed in (advice.code, lines):
+        changed = mmod.model.copy_of(model)
+        exec(printed, {"model": changed})
+        assert [method.kind for method in methods_of(changed)] == ["experts", "routing"]
+        assert changed(images).shape == (64, 10)
+
+
 def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(
     clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
