@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.methods.route import routed_blocks
+from mmod.methods.route import routed_blocks, unreplaceable
 from mmod.ops.gate import apply_gate
 from mmod.routing import Router, Routing, TokenGroups
-from mmod.routing.joiner import ToLeader
 
 Replace = Callable[[str, Tensor, Routing, "Tensor | None"], "Routing | None"]
 """From the name of a block, the tokens' states (B, N, D), what its router decided, and where a token is left to choose
@@ -30,17 +29,9 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
     join kept ones by the router's own rule. Later blocks of a span choose among the tokens that the replacement keeps.
     """
     blocks = routed_blocks(model)
-    for name, block in blocks.items():
-        router = block.router.config.router
-        if isinstance(block.router.joiner, ToLeader):
-            raise ValueError(
-                f"{name} has router={router.name!r}, whose tokens join the first of their group: decisions can be "
-                "replaced where a token may join any that is kept, as with 'redundancy'"
-            )
-        if router.per_image:
-            raise ValueError(
-                f"{name} keeps or skips whole images: decisions can be replaced where a router chooses among tokens"
-            )
+    reason = unreplaceable(model)
+    if reason:
+        raise ValueError(reason)
 
     def hook(name: str, router: Router, args: tuple[Any, ...], routing: Routing) -> Routing | None:
         rows: Tensor = args[0]

@@ -37,6 +37,7 @@ from mmod.methods.base import (
 )
 from mmod.methods.prepare import prepare
 from mmod.routing import BorrowedScore, Router, share_score, unshare_score
+from mmod.routing.joiner import ToLeader
 from mmod.values import check_module, check_value
 
 
@@ -285,6 +286,20 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
             f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first{hint}"
         )
     return blocks
+
+
+def unreplaceable(model: nn.Module) -> str:
+    """Return why a routed model cannot keep other tokens than its routers choose, as audits ask it to; else nothing."""
+    for name, block in routed_blocks(model).items():
+        router = block.router.config.router
+        if isinstance(block.router.joiner, ToLeader):
+            return (
+                f"{name} has router={router.name!r}, whose tokens join the first of their group: decisions can be "
+                "replaced where a token may join any that is kept, as with 'redundancy'"
+            )
+        if router.per_image:
+            return f"{name} keeps or skips whole images: decisions can be replaced where a router chooses among tokens"
+    return ""
 
 
 def _check_plan(model: nn.Module, part: str, config: RoutingConfig) -> None:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], kind: str) -> None:
 def next_commands(config: RunConfig, result: FitResult[RoutedResult | None]) -> str:
     """Return the commands that may follow a finished run, and where its model is."""
     from mmod.adapters import has_blocks
-    from mmod.methods.route import is_routed
+    from mmod.methods.route import is_routed, unreplaceable
     from mmod.training.engine.start import sketch
 
     folder = shlex.quote(result.folder)
@@ -74,7 +74,8 @@ def next_commands(config: RunConfig, result: FitResult[RoutedResult | None]) -> 
         model = sketch(kind_of(config))
         # Methods for training alone leave the final model dense.
         if is_routed(model):
-            commands[f"mmod audit {folder}"] = "which tokens it keeps"
+            if not unreplaceable(model):
+                commands[f"mmod audit {folder}"] = "which tokens it keeps"
         elif config.routing is None and not config.methods and has_blocks(model):
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
             row = KINDS[config.kind]

@@ -201,6 +201,16 @@ def test_a_run_of_convolutions_names_no_command_that_refuses_it(tmp_path: Path) 
     assert names == ["evaluate"]
 
 
+@pytest.mark.parametrize("routing", [{"preset": "pixelprune"}, {"preset": "mindskip"}], ids=str)
+def test_a_run_without_a_choice_among_tokens_names_no_audit_which_refuses_it(
+    routing: dict[str, str], tmp_path: Path
+) -> None:
+    config = digits_config(tmp_path, routing=routing)
+    result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
+    names = [line.split()[1] for line in next_commands(config, result).splitlines()[1:]]
+    assert names == ["evaluate"]
+
+
 def test_a_run_whose_router_learns_nothing_is_not_said_to_have_learned(tmp_path: Path) -> None:
     config = digits_config(tmp_path, routing={"router": "stride", "capacity": 0.5})
     result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
