@@ -26,6 +26,7 @@ from mmod.io.files import (
     write_json,
 )
 from mmod.io.records import FolderTakenError, check_same, check_unused
+from mmod.io.sums import check_sums
 from mmod.io.tensors import check_complete
 from mmod.opening.runs import (
     CHECKPOINTS,
@@ -42,6 +43,7 @@ from mmod.opening.runs import (
     weight_sums,
 )
 from mmod.plain import without_none
+from mmod.training.engine.checkpoint import read_newest
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
@@ -145,11 +147,11 @@ def told_start(config: RunConfig, world: int) -> str:
     _check_result_is_due(config)
     _check_files(config)
     check_free_of_others(folder)
-    checkpoints = list_checkpoints(folder / CHECKPOINTS)
-    if not checkpoints:
+    newest = read_newest(list_checkpoints(folder / CHECKPOINTS), check_sums)
+    if newest is None:
         return f"{folder}: the run was stopped before its first checkpoint, and would start anew"
     # Names of both kinds begin with a word and the step.
-    _, step, *_ = checkpoints[0].name.split("-")
+    _, step, *_ = newest[0].name.split("-")
     return f"{folder}: the run was stopped, and would resume at step {int(step)}"
 
 

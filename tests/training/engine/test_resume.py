@@ -254,6 +254,10 @@ class TestCheckpoints:
             harm(newest, damage, tmp_path / "executed")
             with pytest.raises(DamagedFileError, match=message):
                 run(config)
+            # A dry run compares checksums, and loads nothing.
+            if damage == "a bit":
+                with pytest.raises(DamagedFileError, match=message):
+                    told_start(kind_of(config).config, 1)
             assert len(list_checkpoints(newest.parent)) == 2
             assert not (tmp_path / "executed").exists()
         shutil.rmtree(newest)
