@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 from mmod.analysis.repeats import RedundancyReport
@@ -39,7 +40,7 @@ _CLEARLY_SMALLER = 0.9
 _LIKE_DENSE = 0.9
 # Shares of the FLOPs that differ by no more are those of one budget, see `at_budgets`.
 _AS_MANY = 0.03
-_MORE_IMAGES = " (`--number {0}`, in Python `images={0}`)"
+_MORE = " (`--number {0}`, in Python `images={0}`)"
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
 
@@ -81,6 +82,7 @@ class Advice:
         caution: What makes the times uncertain, in a sentence.
         classes: Number of classes that the model chooses from; None without labels, and for prompts.
         page: What only a command knows of the model and the samples.
+        searched: Number of prompts beside these on which plans were searched.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -98,6 +100,7 @@ class Advice:
     caution: str = ""
     classes: int | None = None
     page: Page = Page()
+    searched: int = 0
 
     @property
     def metric(self) -> str:
@@ -171,7 +174,8 @@ class Advice:
             self.samples,
             where,
             self.faster,
-            more=_MORE_IMAGES if self.samples == "images" else "",
+            more=_MORE,
+            given=Fraction(self.images + self.searched, self.images),
             is_unsteady=bool(self.caution),
             invalid=self._guessing,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from mmod.analysis.statistics import (
     FEWEST,
@@ -148,6 +149,7 @@ class Recommendation:
         speed: A speed-up that is wanted: what loses least at it is named. None names the fastest model within the
             tolerance, and beside it what loses least at some speeds.
         more: How to ask for a number of samples, with {0} in its place, in brackets; empty says nothing.
+        given: Samples given for each evaluated one: more than one where a plan search takes some.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
         is_unsteady: Times are uncertain, as on a busy machine, see `Table.caution`.
         invalid: Why differences to the dense model say nothing, such as `say_guessing`. Nothing is advised then.
@@ -160,6 +162,7 @@ class Recommendation:
     where: str
     speed: float | None = None
     more: str = ""
+    given: Fraction = Fraction(1)
     harm: str = ""
     is_unsteady: bool = False
     invalid: str = ""
@@ -291,8 +294,8 @@ class Recommendation:
         if any(model.loss.value < 0 for model in self.models):
             gaining = " Of one that gains, fewer may tell."
         return (
-            f'Even a recipe that changes no answer is a "yes" only from {least:,} {self.samples} on; these are '
-            f"{number:,}.{gaining}"
+            f'Even a recipe that changes no answer is a "yes" only from {least:,} {self.samples} on'
+            f"{self._asking(least, self.more)}; these are {number:,}.{gaining}"
         )
 
     @property
@@ -409,17 +412,21 @@ class Recommendation:
         """Return in words how many more samples would decide about a model; empty where no number is known to.
 
         Args:
-            how: How to ask for so many, with {} for the number of all.
+            how: How to ask for so many, see `more`.
         """
         if self.samples == SEEDS:
             # The spread of a few seeds is not known well enough for a number.
             return f"more {SEEDS}"
         number = missing_samples(model.loss, self.tolerance, model.images)
-        told = f"{number:,} more {self.samples}{how.format(model.images + number)}"
+        more = math.ceil(number * self.given)
+        told = f"{more:,} more {self.samples}{self._asking(model.images + number, how)}"
         if not model.loss.has_interval:
             # So many give a first interval.
             return f"at least {told}"
         return told if self._is_enough(model) else ""
+
+    def _asking(self, evaluated: int, how: str) -> str:
+        return how.format(math.ceil(evaluated * self.given))
 
     def _is_enough(self, model: AdviceRow) -> bool:
         """Return whether the number of missing samples decides about a model, and is no lower bound."""

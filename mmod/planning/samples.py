@@ -80,7 +80,10 @@ class Images:
         has_labels: Whether accuracy is evaluated.
         classes: Number of classes that the model chooses from; None without labels.
         note: What is said of the samples in the report.
+        searched: Number of samples beside these on which plans were searched.
     """
+
+    searched = 0
 
     def __init__(
         self,
@@ -347,6 +350,7 @@ class Prompts:
 
     redundancy = None
     classes = None
+    searched = 0
     note = ""
     batches_at: Callable[[nn.Module, ImageSize], list[PromptBatch]] | None = None
 

@@ -241,6 +241,7 @@ def advise(
         caution=caution,
         classes=samples.classes,
         page=page,
+        searched=samples.searched,
     )
     if folder is not None:
         advice.save(folder, overwrite=True)
@@ -445,8 +446,9 @@ def _prompts(
         )
     candidates = language_candidates(model, part, depth, prompts[:searched], store)
     evaluated = Prompts(model, part, prompts[searched:], is_right, callback)
+    evaluated.searched = ends[searched - 1]
     evaluated.note = (
-        f"Plans were searched on the first {ends[searched - 1]} of {ends[-1]} prompts, and all candidates evaluated on "
+        f"Plans were searched on the first {evaluated.searched} of {ends[-1]} prompts, and all candidates evaluated on "
         f"the other {len(evaluated)}. {evaluated.note}"
     ).rstrip()
     return evaluated, candidates

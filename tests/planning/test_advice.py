@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -25,7 +26,7 @@ import mmod
 from mmod.adapters import by_first_batch, find_stacks
 from mmod.analysis import fronts, timing
 from mmod.analysis.counting import by_data
-from mmod.analysis.statistics import Estimate
+from mmod.analysis.statistics import Estimate, change_of
 from mmod.analysis.table import Measured, Table, rows_once
 from mmod.analysis.timing import Spread
 from mmod.blocks import MethodWarning
@@ -389,6 +390,19 @@ def test_prompts_say_what_their_intervals_and_flops_are_of() -> None:
     assert "- `*`: no other is faster and loses less, by the means. In brackets: quartiles of speeds, and 95" in told
     assert " % intervals over prompts.\n" in told
     assert "FLOPs, language model" in prompts.table().rows[0]
+
+
+def test_the_number_of_prompts_that_would_tell_counts_those_of_the_plan_search() -> None:
+    none_changed = change_of(np.zeros(64))
+    advice = dataclasses.replace(advice_of([("a", 1.5, Estimate(1.0), none_changed)]), cache=1)
+    told = "{} more prompts (`--number {}`, in Python `images={}`) would tell."
+    for searched, more, number in ((0, 73, 137), (16, 92, 172), (64, 146, 274)):
+        asked = dataclasses.replace(advice, searched=searched)
+        assert told.format(more, number, number) in asked.sentence
+        assert f"probably: {more} more prompts would tell" in str(asked.verdict)
+        assert f"only from 137 prompts on (`--number {number}`, in Python `images={number}`); " in str(asked.verdict)
+        # Of so many, the search takes as large a share.
+        assert number - math.ceil(number * searched / (64 + searched)) == 137
 
 
 def test_smaller_budgets_are_offered_only_where_they_are_smaller() -> None:
@@ -957,7 +971,7 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
     if labels:
         with_answers_of(make_joint("llava"), batches)
     advice = mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False)
-    assert (advice.measure, advice.samples, advice.images) == ("agreement", "prompts", 4)
+    assert (advice.measure, advice.samples, advice.images, advice.searched) == ("agreement", "prompts", 4, 2)
     if labels:
         assert {"as p-MoD", "as PyramidDrop", "evenly-spread-0.25", "frozen after 2", *tried} <= {*named}
         assert {row.name for row in advice.rows} == {*tried}
