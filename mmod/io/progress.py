@@ -56,11 +56,15 @@ class Bar(tqdm):
     """
 
     _percent = 0
+    # Share of the work from which on a time left is said.
+    known_from = 0.0
 
     @property
     def format_dict(self) -> dict[str, Any]:
         """The values of its format."""
         values = super().format_dict
+        if self.total and self.n < self.known_from * self.total:
+            values |= {"initial": self.n, "rate": None}
         if self.total:
             self._percent = max(self._percent, math.floor(100 * self.n / self.total))
         return values | {"percent": self._percent}
@@ -124,6 +128,8 @@ class Stages:
 
     def __init__(self, title: str, shown: bool = True) -> None:
         self._bar = progress_bar(total=1, bar_format=staged(title), shown=shown, leave=False, miniters=0)
+        # Stages differ in speed: the first one says nothing of the others.
+        self._bar.known_from = 0.05
         self._stage = ""
         self._begun = self._work = 0.0
         self._rounds = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -62,11 +62,17 @@ def changed_models(
     samples: Images | Prompts,
     depth: int,
     candidates: Sequence[Candidate],
+    begin: Callable[[str], object] = lambda name: None,
 ) -> tuple[dict[str, Entrant], dict[str, str]]:
-    """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused."""
+    """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused.
+
+    Args:
+        begin: Receives the name of each candidate before it is made.
+    """
     entrants = {DENSE: Entrant(Candidate(DENSE), model, samples)}
     refused: dict[str, str] = {}
     for candidate in candidates:
+        begin(candidate.name)
         # Weights are shared: dozens of candidates are held at once.
         changed = copy_of(model)
         try:

@@ -555,9 +555,12 @@ def _shape(images: object) -> str:
     return type(images).__name__
 
 
-def first_prompts(batches: Iterable[object], prompts: int, device: torch.device) -> list[PromptBatch]:
+def first_prompts(
+    batches: Iterable[object], prompts: int, device: torch.device, callback: Callback
+) -> list[PromptBatch]:
     """Return batches up to a number of prompts, whole ones, on a device."""
     moved: list[PromptBatch] = []
+    read = 0
     for batch in batches:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             raise TypeError(f"batches must hold prompts, as the model's processor returns them, got {type(batch)}")
@@ -565,7 +568,9 @@ def first_prompts(batches: Iterable[object], prompts: int, device: torch.device)
         for name, value in batch.items():
             on_device[name] = value.to(device) if isinstance(value, Tensor) else value
         moved.append(on_device)
-        if sum(len(batch["input_ids"]) for batch in moved) >= prompts:
+        read += len(batch["input_ids"])
+        callback(min(1.0, read / prompts))
+        if read >= prompts:
             break
     if not moved:
         raise ValueError("no prompts: batches is empty")

@@ -53,7 +53,10 @@ FEW_ROUNDS = 3
 # Candidates, at most about, and those of a wanted speed that are evaluated: for the work that is left.
 _CANDIDATES = 25
 _NEAR = 7
+# Plans that a search tries for each block, at most.
+_PLANS = 8
 # Work in passes of the dense model.
+_READING = 32.0
 _FITTING = 32.0
 _REPORT = 32.0
 
@@ -171,15 +174,15 @@ def advise(
     stages = Stages("advise", progress)
     with stages, in_mode(False, model), torch.no_grad():
         stages.expect(_most_work(images, batch_size, faster))
-        stages.begin("dense model", images)
         results = Store(store)
         if stack.language:
-            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store, stages.update)
+            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store, stages)
             if at_size is not None:
-                samples.batches_at = partial(_batches_at, at_size, images)
+                samples.batches_at = partial(_batches_at, at_size, images, stages.update)
                 smaller, unfitted = smaller_images(model, samples.batches, pixel_limits)
                 chosen = [*chosen, *smaller]
         else:
+            stages.begin("dense model", images)
             given = first_images(batches, images)
             samples = Images(model, part, stack.prefix, *given, batch_size, measure)
             stages.begin("fitting to FLOPs", _FITTING)
@@ -200,7 +203,11 @@ def advise(
         }
         if folder is not None:
             _check_question(Path(folder), question)
-        entrants, refused = changed_models(model, samples, depth, chosen)
+
+        def begin(name: str) -> None:
+            stages.begin(f"making {name}", 1.0)
+
+        entrants, refused = changed_models(model, samples, depth, chosen, begin)
         entrants |= ready_models(models, samples, entrants)
         figure = CORRECT if samples.has_labels else AGREEMENT
         decimals = SHARES if samples.measure == AGREEMENT else COSINES
@@ -429,12 +436,14 @@ def _prompts(
     candidates: Sequence[Candidate] | None,
     is_right: IsRight,
     store: Path | None,
-    callback: Callback,
+    stages: Stages,
 ) -> tuple[Prompts, Sequence[Candidate]]:
     """Return prompts to evaluate candidates on, and the candidates; plans are searched on the first fifth."""
-    prompts = first_prompts(batches, count, next(model.parameters()).device)
+    stages.begin("reading prompts", _READING)
+    prompts = first_prompts(batches, count, next(model.parameters()).device, stages.update)
     if candidates is not None:
-        return Prompts(model, part, prompts, is_right, callback), candidates
+        stages.begin("dense model", count)
+        return Prompts(model, part, prompts, is_right, stages.update), candidates
     # No plan is evaluated on prompts that chose it.
     ends = list(accumulate(len(batch["input_ids"]) for batch in prompts))
     # Whole batches, which may hold more than a fifth.
@@ -444,8 +453,12 @@ def _prompts(
             f"plans are found on one batch of prompts and evaluated on others, and there is one alone, of {ends[-1]}: "
             "pass more prompts, or smaller batches (`--batch_size` of the command)"
         )
-    candidates = language_candidates(model, part, depth, prompts[:searched], store)
-    evaluated = Prompts(model, part, prompts[searched:], is_right, callback)
+    search = _PLANS * depth * ends[searched - 1]
+    stages.expect(search + _most_work(count, ends[0], None))
+    stages.begin("plan search", search)
+    candidates = language_candidates(model, part, depth, _told(prompts[:searched], stages.update), store)
+    stages.begin("dense model", count)
+    evaluated = Prompts(model, part, prompts[searched:], is_right, stages.update)
     evaluated.searched = ends[searched - 1]
     evaluated.note = (
         f"Plans were searched on the first {evaluated.searched} of {ends[-1]} prompts, and all candidates evaluated on "
@@ -474,5 +487,13 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
     return part, stack, len(stacks) == 1 and part == "image"
 
 
-def _batches_at(at_size: AtSize, count: int, model: nn.Module, size: ImageSize) -> list[PromptBatch]:
-    return first_prompts(at_size(model, size), count, next(model.parameters()).device)
+def _told(batches: Sequence[PromptBatch], callback: Callback) -> Iterator[PromptBatch]:
+    for number, batch in enumerate(batches):
+        callback(number / len(batches))
+        yield batch
+
+
+def _batches_at(
+    at_size: AtSize, count: int, callback: Callback, model: nn.Module, size: ImageSize
+) -> list[PromptBatch]:
+    return first_prompts(at_size(model, size), count, next(model.parameters()).device, callback)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[object
 
 
 def language_candidates(
-    model: nn.Module, part: str, depth: int, batches: Sequence[PromptBatch], store: Path | None
+    model: nn.Module, part: str, depth: int, batches: Iterable[PromptBatch], store: Path | None
 ) -> list[Candidate]:
     """Return the candidates of a language model that reads images.
 

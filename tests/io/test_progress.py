@@ -11,7 +11,7 @@ import pytest
 
 import mmod.io.progress
 from mmod.io.jobs import Callback, Job, Runner
-from mmod.io.progress import SECONDS, progress_bar
+from mmod.io.progress import SECONDS, Stages, progress_bar
 from tests.kit.scripts import ROOT
 
 
@@ -91,6 +91,19 @@ def test_a_bar_by_hand_counts_and_shows_figures(clock: Clock, capsys: pytest.Cap
     with progress_bar(desc="nothing", total=4, shown=False) as bar:
         bar.update(4)
     assert not capsys.readouterr().err
+
+
+def test_stages_say_no_time_left_by_little_of_the_work(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
+    with Stages("advise") as stages:
+        stages.expect(1000.0)
+        stages.begin("slow", 100.0)
+        for done in range(11):
+            clock.now += 600
+            stages.update(done / 10)
+    said = screen.getvalue().splitlines()
+    assert [bool(re.search(r"slow, [0-9:]+ left$", line)) for line in said] == [False] * 5 + [True] * 6
+    assert said[0] == "advise: 0 % slow"
 
 
 def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

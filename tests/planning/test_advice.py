@@ -968,10 +968,23 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
         return [Candidate(name, routing=routing) for name, routing in zip(tried, (spread, equal))]
 
     monkeypatch.setattr(trials, "language_candidates", few)
+    shares: dict[str, list[float]] = {}
+    update = Stages.update
+
+    def told(stages: Stages, share: float) -> None:
+        shares.setdefault(stages._stage, []).append(share)
+        update(stages, share)
+
+    monkeypatch.setattr(Stages, "update", told)
     if labels:
         with_answers_of(make_joint("llava"), batches)
-    advice = mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False)
+    advice = mmod.advise(make_joint("llava"), batches, images=6, folder=tmp_path, progress=False)
     assert (advice.measure, advice.samples, advice.images, advice.searched) == ("agreement", "prompts", 4, 2)
+    # Each batch is told, of all that takes long.
+    for stage, batches_told in (("reading prompts", 3), ("dense model", 2), ("answers of the dense model", 2)):
+        assert shares[stage] == [number / batches_told for number in range(batches_told + 1)]
+    assert shares["plan search"] == [0.0] * (1 + labels)
+    assert {f"making {name}" for name in tried} <= shares.keys()
     if labels:
         assert {"as p-MoD", "as PyramidDrop", "evenly-spread-0.25", "frozen after 2", *tried} <= {*named}
         assert {row.name for row in advice.rows} == {*tried}
@@ -1009,7 +1022,7 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
         assert row.cache == pytest.approx(count.cache_share * advice.cache, rel=0.15)
     # Searches go on in test_search.py.
     if not labels:
-        assert mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False) == advice
+        assert mmod.advise(make_joint("llava"), batches, images=6, folder=tmp_path, progress=False) == advice
 
 
 @pytest.mark.parametrize(
@@ -1258,7 +1271,7 @@ def test_a_wanted_speed_takes_few_passes_and_shows_life(
     advice = trials.advise(model, [images], batch_size=batch_size, faster=1.4)
     assert passes.pop("dense model") + passes.pop("answers of the dense model") == len(images)
     # Each is tried on one.
-    checked = passes.pop("fitting to FLOPs")
+    checked = sum(passes.pop(name) for name in list(passes) if name.startswith("making "))
     assert checked <= 25
     timed = passes.pop("timing")
     looks = {name: number for name, number in passes.items() if name.endswith(" samples")}
