@@ -54,12 +54,14 @@ class Page:
         note: A sentence about the model and the data, with which the page begins.
         opening: The line of Python that opens the model, which the lines of candidates follow.
         run: The run folder of the model, which the page names in a command.
+        available: Samples that were given, of which some are used; None if that is not known.
     """
 
     title: str = ""
     note: str = ""
     opening: str = ""
     run: str = "RUN"
+    available: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,6 +178,7 @@ class Advice:
             self.faster,
             more=_MORE,
             given=Fraction(self.images + self.searched, self.images),
+            available=self.page.available or math.inf,
             is_unsteady=bool(self.caution),
             invalid=self._guessing,
         )
@@ -278,7 +281,12 @@ class Advice:
         redundancy = ""
         if self.redundancy is not None:
             redundancy = f"The images: {self.redundancy}."
+        spread = ""
+        used = self.images + self.searched
+        if self.page.available is not None and used < self.page.available:
+            spread = f"{used:,} of {self.page.available:,} {self.samples} were used, spread evenly over them."
         return [
+            *filter(None, [spread]),
             # Which labels decide, and what was left undone, is asked right behind the verdict.
             *self.remarks,
             f"{dense}.",

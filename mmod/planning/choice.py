@@ -150,6 +150,7 @@ class Recommendation:
             tolerance, and beside it what loses least at some speeds.
         more: How to ask for a number of samples, with {0} in its place, in brackets; empty says nothing.
         given: Samples given for each evaluated one: more than one where a plan search takes some.
+        available: Samples that there are.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
         is_unsteady: Times are uncertain, as on a busy machine, see `Table.caution`.
         invalid: Why differences to the dense model say nothing, such as `say_guessing`. Nothing is advised then.
@@ -163,6 +164,7 @@ class Recommendation:
     speed: float | None = None
     more: str = ""
     given: Fraction = Fraction(1)
+    available: float = math.inf
     harm: str = ""
     is_unsteady: bool = False
     invalid: str = ""
@@ -426,7 +428,10 @@ class Recommendation:
         return told if self._is_enough(model) else ""
 
     def _asking(self, evaluated: int, how: str) -> str:
-        return how.format(math.ceil(evaluated * self.given))
+        number = math.ceil(evaluated * self.given)
+        if number > self.available:
+            return f" (there are {self.available:,} in all)"
+        return how.format(number)
 
     def _is_enough(self, model: AdviceRow) -> bool:
         """Return whether the number of missing samples decides about a model, and is no lower bound."""

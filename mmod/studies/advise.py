@@ -56,12 +56,12 @@ def main(arguments: Sequence[str]) -> None:
         found = open_advised(options.model, options.checkpoint, options.pretrained, options.image_size, options.measure)
         preprocessing = _checked(found.preprocessing, options)
         opened = found._replace(prepare=lambda: preprocessing)
-        batch, facts = read_images(options.images, opened, options.number, options.on_corrupt)
+        batch, facts, available = read_images(options.images, opened, options.number, options.on_corrupt)
         note = "\n\n".join(filter(None, [facts, f"{preprocessing} The model is {opened.sentence}."]))
         model = opened.model
         batches = [batch]
     else:
-        model, batches, is_right, at_size, pixel_limits, note = read_prompts(options)
+        model, batches, is_right, at_size, pixel_limits, note, available = read_prompts(options)
     # Before the model runs: labels that do not fit, or another mean than that of training, explain a low score.
     print(note, end="\n\n")
     folder = options.output or _folder_of(options)
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
         at_size=at_size,
         pixel_limits=pixel_limits,
         folder=folder,
-        page=Page(f"Advice for {options.model}", note, opening_line(spec, **opening), _run_of(options)),
+        page=Page(f"Advice for {options.model}", note, opening_line(spec, **opening), _run_of(options), available),
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
 

@@ -99,6 +99,7 @@ class ReadPrompts(NamedTuple):
     Attributes:
         pixel_limits: The limits of the processor, by which `at_size` makes images smaller; None takes their side.
         note: What was opened, in a sentence.
+        available: Prompts in the file that can be read.
     """
 
     model: nn.Module
@@ -107,6 +108,7 @@ class ReadPrompts(NamedTuple):
     at_size: AtSize
     pixel_limits: Mapping[str, int] | None
     note: str
+    available: int
 
 
 def read_prompts(options: argparse.Namespace) -> ReadPrompts:
@@ -130,7 +132,8 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
             raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {parsed.kind!r}")
         config = dataclasses.replace(parsed, data=data)
     # What is wrong in a file of prompts is told before the weights are loaded.
-    broken = open_conversations(options.prompts, data).report.faults
+    chats = open_conversations(options.prompts, data)
+    broken = chats.report.faults
     kind = ChatKind(config)
     opened = open_model(load(kind), dense=True)
     # Batches are whole: the last may go beyond the number.
@@ -155,7 +158,7 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
     note = f"The model is {opened.sentence}."
     if broken:
         note = f"Prompts that were skipped: {len(broken)}, such as {next(iter(broken))}. {note}"
-    return ReadPrompts(opened.model, prompts, is_right, at_size, pixel_limits_of(processor), note)
+    return ReadPrompts(opened.model, prompts, is_right, at_size, pixel_limits_of(processor), note, len(chats))
 
 
 def _a_fifth_first(loader: Any) -> Iterable[object]:
@@ -173,8 +176,8 @@ def _a_fifth_first(loader: Any) -> Iterable[object]:
 
 def read_images(
     folder: str, opened: Opened, number: int, on_corrupt: str
-) -> tuple[Tensor | tuple[Tensor, Tensor], str]:
-    """Read up to `number` images (N, C, H, W), spread evenly over a folder, and what is said of them.
+) -> tuple[Tensor | tuple[Tensor, Tensor], str, int]:
+    """Read up to `number` images (N, C, H, W), spread evenly over a folder; what is said of them; how many it holds.
 
     The images come with labels (N,) where the model knows the folders' names, or else where there are as many folders
     as classes of the model.
@@ -197,15 +200,13 @@ def read_images(
     notes = []
     if source.left_out:
         notes.append(f"{source.left_out}.")
-    if len(source) > number:
-        notes.append(f"{number:,} of {len(source):,} images were read; --number reads more.")
     if report.faults:
         notes.append(f"{len(report.faults)} broken images were skipped.")
     if source.classes is None and classes and known:
         unused = f"Labels are not used: some images are in no class folder, beside {some_names(source.names)}."
-        return images, " ".join([unused, *notes])
+        return images, " ".join([unused, *notes]), len(source)
     if classes < 2 or not known:
-        return images, " ".join(notes)
+        return images, " ".join(notes), len(source)
     if source.classes is not None and source.classes.given:
         if not source.classes.is_plain:
             notes.append(f"{source.classes}.")
@@ -216,5 +217,5 @@ def read_images(
             f"Labels are not used: the images are in {classes} folders ({some_names(source.names)}), and the model has "
             f"{known} classes{others}."
         )
-        return images, " ".join([unused, *notes])
-    return (images, labels), " ".join(notes)
+        return images, " ".join([unused, *notes]), len(source)
+    return (images, labels), " ".join(notes), len(source)

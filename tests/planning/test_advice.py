@@ -401,6 +401,13 @@ def test_the_number_of_prompts_that_would_tell_counts_those_of_the_plan_search()
         assert told.format(more, number, number) in asked.sentence
         assert f"probably: {more} more prompts would tell" in str(asked.verdict)
         assert f"only from 137 prompts on (`--number {number}`, in Python `images={number}`); " in str(asked.verdict)
+        # Where there are fewer, that is what is said.
+        short, enough = (dataclasses.replace(asked, page=Page(available=number - few)) for few in (1, 0))
+        assert f"probably: {more} more prompts (there are {number - 1} in all) would tell" in str(short.verdict)
+        assert f"only from 137 prompts on (there are {number - 1} in all); " in str(short.verdict)
+        assert str(enough.verdict) == str(asked.verdict)
+        assert f"- {64 + searched} of {number} prompts were used, spread evenly over them.\n" in str(enough)
+        assert "were used" not in str(dataclasses.replace(asked, page=Page(available=64 + searched)))
         # Of so many, the search takes as large a share.
         assert number - math.ceil(number * searched / (64 + searched)) == 137
 

@@ -78,7 +78,7 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
     folder, output = make_folder(tmp_path / "images", 3, 4), tmp_path / "advice"
     main(words(folder, output, "--number", "6"))
     shown = capsys.readouterr().out
-    assert "6 of 12 images were read; --number reads more." in shown
+    assert "- 6 of 12 images were used, spread evenly over them.\n" in shown
     assert "| recipe" in shown
     # Whatever is slower here, and so on no screen.
     page = (output / "advice.md").read_text()
@@ -255,7 +255,7 @@ def test_prompts_that_cannot_be_read_are_counted_and_named(tmp_path: Path) -> No
     line = [str(tmp_path / "llava"), "--prompts", str(file), "--batch_size", "1", "--on_corrupt", "skip"]
     read = read_prompts(advise._parser().parse_args(line))
     assert re.match(r"Prompts that were skipped: 1, such as \S+questions\.json \[2\]: image not found", read.note)
-    assert len(list(read.batches)) == len(questions) - 1
+    assert len(list(read.batches)) == read.available == len(questions) - 1
 
 
 def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -583,10 +583,13 @@ def test_a_file_of_prompts_gives_a_report(
 
     monkeypatch.setattr(trials, "language_candidates", few)
     make_prompts(tmp_path)
-    asked = ["--prompts", str(tmp_path / "questions.json"), "--output", str(tmp_path / "advice")]
-    main(["advise", str(tmp_path / "llava"), *asked, "--batch_size", "2", "--device", "cpu"])
+    file = tmp_path / "questions.json"
+    file.write_text(json.dumps(2 * json.loads(file.read_text())))
+    asked = ["--prompts", str(file), "--output", str(tmp_path / "advice")]
+    main(["advise", str(tmp_path / "llava"), *asked, "--batch_size", "2", "--number", "4", "--device", "cpu"])
     shown = capsys.readouterr().out
     assert "as PyramidDrop" in shown
+    assert "- 4 of 8 prompts were used, spread evenly over them.\n" in shown
     assert " smaller-image-0.25 (4 px) " in shown
     assert "per prompt in batches of 2 (" in shown
     assert (tmp_path / "advice" / "advice.md").is_file()

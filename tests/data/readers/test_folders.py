@@ -55,7 +55,7 @@ def advice_on(folder: Path, classes: dict[str, int]) -> tuple[Any, str]:
     model: Any = torch.nn.Linear(1, len(classes))
     model.num_classes = len(classes)
     opened = Opened(model, "of a test", lambda: Preprocessing(fields, "of a test"), classes)
-    return read_images(str(folder), opened, 99, "raise")
+    return read_images(str(folder), opened, 99, "raise")[:2]
 
 
 def flat(name: str, number: int) -> str:

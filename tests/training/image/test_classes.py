@@ -248,10 +248,10 @@ def test_published_weights_know_imagenet_by_name(tmp_path: Path) -> None:
     chosen = [synsets[number] for number in (7, 500, 999)]
     write_images(tmp_path, chosen)
     model = timm.create_model("test_vit", num_classes=1000)
-    batch, note = read_images(str(tmp_path), advised(model), 9, "raise")
+    batch, note, _ = read_images(str(tmp_path), advised(model), 9, "raise")
     assert batch[1].tolist() == [7] * 3 + [500] * 3 + [999] * 3  # type: ignore[union-attr]
     assert note == "3 of 1000 classes, matched by name."
-    _, note = read_images(str(tmp_path), advised(timm.create_model("test_vit", num_classes=7)), 9, "raise")
+    _, note, _ = read_images(str(tmp_path), advised(timm.create_model("test_vit", num_classes=7)), 9, "raise")
     assert (
         note == f"Labels are not used: the images are in 3 folders ({', '.join(chosen)}), and the model has 7 classes."
     )
@@ -268,15 +268,16 @@ def test_advice_uses_labels_of_a_run_only_by_name(trained: Path, tmp_path: Path)
     model = timm.create_model("test_vit", num_classes=6)
     classes = run_classes(trained / "run" / "model" / "model.safetensors")
     write_images(tmp_path / "some", ["dog", "ant"])
-    batch, _ = read_images(str(tmp_path / "some"), advised(model, classes), 6, "raise")
+    batch, *_ = read_images(str(tmp_path / "some"), advised(model, classes), 6, "raise")
     assert batch[1].tolist() == [2] * 3 + [5] * 3  # type: ignore[union-attr]
     write_images(tmp_path / "others", ["a", "b", "c", "d", "e", "f"])
-    batch, note = read_images(str(tmp_path / "others"), advised(model, classes), 6, "raise")
+    (tmp_path / "others/a/broken.png").write_bytes(b"no picture")
+    batch, note, _ = read_images(str(tmp_path / "others"), advised(model, classes), 99, "skip")
     assert isinstance(batch, torch.Tensor)
     # What changes the measure comes first.
     assert note.startswith(
         "Labels are not used: the images are in 6 folders (a, b, c, d, e and 1 more), and the model has 6 classes of "
-        "other names. "
+        "other names. 1 broken"
     )
 
 

@@ -81,7 +81,7 @@ def studied(fields: Mapping[str, Any], **changes: Any) -> ImageStudyConfig:
 
 def advised(spec: str | Path, images: Path, checkpoint: str | None = None) -> Tensor:
     opened = open_advised(str(spec), checkpoint, checkpoint is not None or Path(spec).exists())
-    read_batch, _ = read_images(str(images / "val"), opened, 99, "raise")
+    read_batch, *_ = read_images(str(images / "val"), opened, 99, "raise")
     return read_batch[0] if isinstance(read_batch, tuple) else read_batch
 
 
