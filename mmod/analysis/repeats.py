@@ -33,7 +33,7 @@ class RedundancyReport:
     def __str__(self) -> str:
         flat, kept_99, kept_95 = (f"{100 * share:.0f} %" for share in (self.flat, self.kept_99, self.kept_95))
         return (
-            f"{flat} of patches are flat, of nearly one colour (from a third on, merging tokens often pays); {kept_99} "
+            f"{flat} of patches are flat, of nearly one colour (the more, the less merging loses); {kept_99} "
             f"hold 99 % of the detail, {kept_95} hold 95 % ({self.images:,} images, patches of {self.patch_size} px)"
         )
 

@@ -251,7 +251,7 @@ class Advice:
         told = ""
         if slow:
             names = ", ".join(row.name for row in slow)
-            told = f"Slower than the dense model, with rows in `advice.table()`: {names}."
+            told = f"Slower than the dense model by every speed-up, with rows in `advice.table()`: {names}."
         return self._report(self._table_of([row for row in self.rows if row not in slow]), told)
 
     def _report(self, table: MarkdownTable, left_out: str = "") -> str:

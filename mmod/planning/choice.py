@@ -343,6 +343,9 @@ class Recommendation:
             chosen = self.at_speed(speed)
             if chosen is not None:
                 speeds.setdefault(chosen.name, []).append(f"{speed:g}")
+        # By their means, these look better than what the interval chooses.
+        starred = [model for model in self._advised if self.speed and model.on_front and _reaches(self.speed)(model)]
+        speeds |= {model.name: speeds.get(model.name, []) for model in starred}
         awaited = []
         if self.speed is None and self.is_tested:
             awaited = self._awaited
@@ -358,6 +361,8 @@ class Recommendation:
                 role += f", {' to '.join(ends)} times"
             elif by_name[name] in awaited:
                 role += ", undecided"
+            elif by_name[name] in starred:
+                role += ", starred"
             roles.append((by_name[name], role))
         return roles
 

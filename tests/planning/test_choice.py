@@ -177,6 +177,19 @@ def test_a_speed_is_reached_with_the_best_worse_end() -> None:
     assert unreached.startswith(start)
 
 
+def test_what_has_a_star_at_a_wanted_speed_has_a_row_and_lines() -> None:
+    named = alternative("named", 1.4, Estimate(0.01, 0.0, 0.03), on_front=True)
+    starred = alternative("starred", 2.2, Estimate(0.01, -0.02, 0.05), on_front=True)
+    plain, slow = alternative("plain", 1.8, starred.loss), alternative("slow", 1.2, starred.loss, on_front=True)
+    choice = among([starred, plain, named, slow], speed=1.4)
+    assert choice.sentence.startswith("Nothing tried that is 1.4 times as fast")
+    roles = [("named", "batches of 8, 1.4 times"), ("starred", "batches of 8, starred")]
+    assert [(model.name, role) for model, role in choice.roles] == roles
+    assert verdict_of([choice]).named == ["named", "starred"]
+    # Without a wanted speed, stars are no roles.
+    assert not any("starred" in role for _, role in dataclasses.replace(choice, speed=None).roles)
+
+
 def test_what_is_printed_alike_is_a_tie_which_goes_to_the_faster() -> None:
     # Both ends are printed as 1.8 points.
     slow = alternative("slow", 1.54, Estimate(-0.027, -0.071, 0.0176))
