@@ -97,7 +97,7 @@ def _fitted_to_plan(
     mean = changes.get("capacity")
     # A mean in place of the plan's own: its shape stays, which 0 has none of.
     if "blocks" not in changes and isinstance(mean, numbers.Real) and mean:
-        return {**changes, "capacity": rescaled(planned, mean)}
+        return {**changes, "capacity": rescaled(planned, changes["capacity"])}
     if "blocks" in changes and "capacity" not in changes and depth is not None:
         chosen = RoutingConfig(blocks=changes["blocks"]).resolved(depth).blocks
         if len(chosen) != len(planned):
