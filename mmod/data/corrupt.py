@@ -87,9 +87,11 @@ class CorruptReport:
         met = list(faults)
         if met and self.on_corrupt == "raise":
             # The first of each reason before others: one reason may be that of most.
-            firsts = {fault.reason: fault for fault in reversed(met)}
+            firsts: dict[str, Fault] = {}
+            for fault in met:
+                firsts.setdefault(fault.reason, fault)
             others = [fault for fault in met if firsts[fault.reason] is not fault]
-            told = "; ".join(map(str, [*reversed(firsts.values()), *others][:_TOLD]))
+            told = "; ".join(map(str, [*firsts.values(), *others][:_TOLD]))
             if len(met) > _TOLD:
                 told += f"; {len(met) - _TOLD} more"
             raise CorruptDataError(f"{told} ({self.advice}{prefixed('; ', hint)})")

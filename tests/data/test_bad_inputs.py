@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from mmod.data import commands
 from mmod.data.convert.conversations import ConversationsConversion, convert_conversations
 from mmod.data.convert.pairs import PairsConversion, convert_pairs
-from mmod.data.corrupt import CorruptReport
+from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.shards import ShardSource
 from mmod.data.synthetic.digits import DIGITS
@@ -145,3 +146,14 @@ def test_broken_notes_of_conversions_and_builds_are_named(name: str) -> None:
         Path(name).write_bytes(data)
         with pytest.raises(ValueError, match=rf"^{name} (is no JSON|holds no JSON object|is no manifest)"):
             again()
+
+
+@pytest.mark.parametrize("reasons", [[0], [0, 1, 0], [2, 2, 2, 2, 2, 2, 1, 2, 0], [3, 0, 3, 3, 1, 3, 2, 3]], ids=str)
+def test_faults_of_other_reasons_are_told_before_more_of_one(reasons: list[int]) -> None:
+    faults = [Fault("a.json", str(place), f"reason {reason}") for place, reason in enumerate(reasons)]
+    with pytest.raises(CorruptDataError) as told:
+        CorruptReport().add(faults)
+    named = [int(reason) for reason in re.findall(r"reason (\d)", str(told.value))]
+    firsts = list(dict.fromkeys(reasons))
+    assert named[: len(firsts)] == firsts
+    assert len(named) == min(len(faults), 5)

@@ -189,3 +189,11 @@ def test_a_missing_path_has_those_beside_it_that_have_a_near_name(tmp_path: Path
     # Of the other type than it is read as.
     assert near_paths(tmp_path / "saved-vit") == "; it is a folder"
     assert near_paths(tmp_path / "questions.json") == "; it is a file"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "it is empty"), (" \n", "it is empty"), ("[1,", "cut off at its end")]
+)
+def test_json_that_is_none_says_what_is_missing(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^file is no JSON: .*{message}"):
+        parse_json(text, "file")
