@@ -57,8 +57,8 @@ class Option(NamedTuple):
         """Return the config that routes some blocks this way; `router` selects tokens at a capacity above 0."""
         indices = tuple(blocks)
         # One for each block: as one number for all, 0 is refused.
-        fields = self._asdict() | {"capacity": (self.capacity,) * len(indices)}
-        return RoutingConfig(blocks=indices, router=router, **fields)
+        each = (self.capacity,) * len(indices)
+        return RoutingConfig(blocks=indices, router=router, capacity=each, operator=self.operator, context=self.context)
 
 
 def named_options(options: PlanOptions) -> list[Option] | None:
