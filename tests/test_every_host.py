@@ -339,6 +339,8 @@ TRACED: list[tuple[str, str, RoutingConfig | Method]] = [
     ("timm", "vit_tiny_patch16_224", mmod.preset("gradual", blocks=(0, 1), capacity=(0.8, 0.4))),
     ("timm", "vit_tiny_patch16_224", Prune(0.6, (1,), fuse=False, by="mean")),
     ("timm", "vit_tiny_patch16_224", Merge(3)),
+    ("own", "layers of torch", Merge(3)),
+    ("own", "layers of torch", RoutingConfig(router="attention")),
 ]
 
 

@@ -168,7 +168,8 @@ class _Search:
         if x_BND is None:
             x_BND = self.x_BND
         torch.default_generator.manual_seed(0)
-        with _replacing(self.block, replaced):
+        # Inside a mode, `nn.TransformerEncoderLayer` calls its modules instead of one kernel.
+        with _replacing(self.block, replaced), watch_attention([]):
             output = self.block(x_BND, **arguments, **missing)
         if isinstance(output, tuple):
             output = output[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmod.blocks.branches import running
@@ -45,6 +46,13 @@ def run_inside(
 
 class InterceptedBlock(Mixin):
     """Inner mixin of a block that takes no mask: a bias of keys is added in its attention, which is intercepted."""
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """By 0, `nn.TransformerEncoderLayer` calls its modules, which may run otherwise, instead of one kernel."""
+        if torch.compiler.is_compiling() or self.mod_state.inner.value.runners:
+            return 0
+        return int(vars(self)["activation_relu_or_gelu"])
 
     def forward(self, x: Tensor, *args: object, **kwargs: Any) -> Any:
         """Return the tokens after the host's block."""

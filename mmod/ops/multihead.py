@@ -55,7 +55,7 @@ def multihead_attention(
     projected = _project(call, query_LBD, key_SBD, value_SBD, in_weight, in_bias)
     query = projected[0]
     images = query.shape[1]
-    by_head = (x.unflatten(-1, (heads, channels // heads)).permute(1, 2, 0, 3) for x in projected)
+    by_head = (torch.unflatten(x, -1, (heads, channels // heads)).permute(1, 2, 0, 3) for x in projected)
     attended_BHLE = call(
         F.scaled_dot_product_attention,
         *by_head,
@@ -91,4 +91,4 @@ def _additive(mask: Tensor | None, images: int, heads: int, dtype: torch.dtype) 
     if mask.ndim == 2:
         return mask
     # Three axes hold batch and heads in one, as torch documents it.
-    return mask.unflatten(0, (images, heads))
+    return torch.unflatten(mask, 0, (images, heads))

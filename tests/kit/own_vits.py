@@ -329,6 +329,9 @@ ROUTED: dict[str, Callable[[], OwnViT]] = {
     "attention in the block": lambda: OwnViT(lambda _: AttendingBlock()),
     "parallel branches": lambda: OwnViT(lambda _: ParallelBlock(Sdpa)),
     "halves in sequence": lambda: OwnViT(lambda _: HalvesInSequence()),
+    "layers of torch": lambda: OwnViT(
+        lambda _: nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, batch_first=True, norm_first=True)
+    ),
 }
 # Model -> the property that it lacks.
 REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
