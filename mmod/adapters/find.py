@@ -61,7 +61,9 @@ def _naming_compiled(model: nn.Module) -> Iterator[None]:
     except ValueError as error:
         for name, module in model.named_modules():
             # The item of a list, as blocks are: a compiled head or tower is no fault.
-            if name.rpartition(".")[2].isdecimal() and type(module).__module__.startswith("torch._dynamo"):
+            within = model.get_submodule(name.rpartition(".")[0])
+            is_item = isinstance(within, (nn.ModuleList, nn.Sequential))
+            if is_item and type(module).__module__.startswith("torch._dynamo"):
                 raise ValueError(
                     f"cannot change this {type(model).__name__}: its {name} is compiled. Route or change a model "
                     "first, then compile it"

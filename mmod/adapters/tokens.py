@@ -151,7 +151,7 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
             most = inputs.seen.prefix + inputs.patches - 1
             check_value(f"prefix, of the {most + 1} tokens that {name} gets,", tokens.prefix, int, f"[0, {most}]")
             inputs = inputs.with_seen(prefix=tokens.prefix)
-        proof = prove(inputs, list(block_list), title)
+        proof = prove(inputs, block_list._modules, title)
     _PROVEN[block_list] = _Proven(said, blocks, proof)
     return proof
 

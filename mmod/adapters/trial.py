@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -41,21 +41,21 @@ _POSITIONS = (
 )
 
 
-def prove(inputs: BlockInputs, block_list: Sequence[nn.Module], title: str) -> Proof:
+def prove(inputs: BlockInputs, blocks: Mapping[str, nn.Module], title: str) -> Proof:
     """Return how the blocks of a model are called, after a trial of each.
 
     Raises:
         ValueError: A block lacks a property, or blocks differ in how they are called.
     """
     proofs: dict[str, Proof] = {}
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for index, block in enumerate(block_list):
-        alike.setdefault(settings_of(block), []).append(index)
-    for numbers in alike.values():
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for key, block in blocks.items():
+        alike.setdefault(settings_of(block), []).append(key)
+    for keys in alike.values():
         # What stochastic depth does shows where it drops most.
-        index = max(numbers, key=lambda number: drop_rate(block_list[number]))
-        block = block_list[index]
-        name = f"{inputs.seen.blocks}.{index}"
+        key = max(keys, key=lambda key: drop_rate(blocks[key]))
+        block = blocks[key]
+        name = f"{inputs.seen.blocks}.{key}"
         try:
             proofs[name] = _prove_block(inputs, block)
         except _Refused as refusal:

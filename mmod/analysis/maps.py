@@ -106,9 +106,8 @@ def _veiled(picture: Tensor, kept: Tensor) -> Tensor:
 
 def _adjoin(name: str, following: str) -> bool:
     """Return whether one block comes right after another."""
-    stem, _, index = name.rpartition(".")
-    other, _, next_index = following.rpartition(".")
-    return stem == other and index.isdecimal() and next_index == str(int(index) + 1)
+    stem = name.rstrip("0123456789")
+    return stem != name and following == f"{stem}{int(name.removeprefix(stem)) + 1}"
 
 
 def _short(names: Sequence[str]) -> str:

@@ -127,14 +127,18 @@ class Recursions(Mixture):
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Replace the middle blocks by a `Cycle`."""
         container: Any = model.get_submodule(stack.block_list)
+        # A list that names its blocks would be numbered anew.
+        keys = () if "0" in container._modules else tuple(container._modules)
         middle = list(container[self.first : len(container) - self.last])
         del container[self.first + 1 : len(container) - self.last]
         # One module takes the place of the first of them, and the blocks after it move up.
-        cycle = Cycle(self, stack, middle).train(container.training)
+        cycle = Cycle(self, stack, middle, keys).train(container.training)
         shell = cycle.mod_state.call.shell
         if shell.outer is not None:
             convert(cycle, shell.outer, cycle.mod_state)
         container[self.first] = cycle
+        if keys:
+            container._modules = dict(zip((*keys[: self.first + 1], *keys[len(keys) - self.last :]), container))
         stack.watch_grid({stack.names[self.first]: cycle})
         if stack.language:
             from mmod.lab.decoders import check_texts
@@ -159,6 +163,8 @@ class Recursions(Mixture):
                     blocks.append(child)
             del container[:]
             container.extend(blocks)
+            if cycle.mod_state.keys:
+                container._modules = dict(zip(cycle.mod_state.keys, container))
         super().restore(model)
 
 
@@ -176,6 +182,7 @@ class CycleState(NamedTuple):
         call: How the first shared block is called, and so the cycle.
         runs: How each shared block is called in each recursion: a block of images always by its `BlockCall`.
         removed: The blocks that are not shared.
+        keys: Names of all blocks in their list; none where these are numbers.
     """
 
     config: Recursions
@@ -184,6 +191,7 @@ class CycleState(NamedTuple):
     call: BlockCall
     runs: Sequence[Sequence[BlockCall | SharedLayer]]
     removed: list[nn.Module]
+    keys: tuple[str, ...]
     records: PerThread[Record]
 
 
@@ -194,7 +202,7 @@ class Cycle(Choosing):
     depth, and with choice="predictor" one predictor per recursion after the first.
     """
 
-    def __init__(self, config: Recursions, stack: BlockStack, middle: list[nn.Module]) -> None:
+    def __init__(self, config: Recursions, stack: BlockStack, middle: list[nn.Module], keys: tuple[str, ...]) -> None:
         super().__init__()
         count = len(middle) // config.recursions
         shared = middle[:count]
@@ -209,7 +217,7 @@ class Cycle(Choosing):
             from mmod.lab.decoders import SharedLayer
 
             runs = [[SharedLayer(call, count * recursion) for call in calls] for recursion in range(config.recursions)]
-        state = CycleState(config, stack.prefix, stack.read_blocks, calls[0], runs, removed, make_records())
+        state = CycleState(config, stack.prefix, stack.read_blocks, calls[0], runs, removed, keys, make_records())
         self.mod_state = state
         weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}

@@ -46,9 +46,12 @@ def test_maps_keep_kept_patches_and_veil_the_rest(traced: tuple[torch.Tensor, mm
     assert axes[1, 0].get_ylabel() == "dog"
 
 
-def test_blocks_of_one_decision_share_a_map_and_a_line() -> None:
-    routing = mmod.RoutingConfig(router="attention", blocks="late", capacity=0.5)
-    model = mmod.route_(timm.create_model("test_vit", img_size=64).eval(), routing)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_blocks_of_one_decision_share_a_map_and_a_line(is_named: bool) -> None:
+    model = timm.create_model("test_vit", img_size=64).eval()
+    if is_named:
+        model = make_own("norms behind, named blocks")
+    mmod.route_(model, mmod.RoutingConfig(router="attention", blocks="late", capacity=0.5))
     images = torch.rand(2, 3, 64, 64)
     with mmod.trace(model) as decisions, torch.no_grad():
         model(images)
@@ -59,7 +62,7 @@ def test_blocks_of_one_decision_share_a_map_and_a_line() -> None:
     assert [axis.get_title().split("\n")[0] for axis in axes[:2]] == ["image", f"blocks {first} to {last}"]
     assert len(axes) == 4
     title, *_, line = str(decisions).splitlines()
-    assert title.startswith(f"1 decision of {len(names)} blocks, 0.471 of the tokens")
+    assert title.startswith(f"1 decision of {len(names)} blocks, {0.492 if is_named else 0.471} of the tokens")
     assert line.split()[1:4] == [names[0], "to", last]
 
 

@@ -366,6 +366,10 @@ REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
         lambda: OwnViT(lambda index: WindowedBlock() if index == 3 else OwnBlock(), prefix=0),
         "stages.3",
     ),
+    "one named block": (
+        lambda: NamedBlocks(lambda index: PooledBlock() if index == 3 else OwnBlock()),
+        "stages.layer_3",
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from mmod.lab import Recursions
 from mmod.methods import methods_of
 from tests.kit.attention_oracle import attention_of
 from tests.kit.counting import flop_counter
+from tests.kit.own_vits import make_own
 from tests.kit.recursions import cycle_by_masks
 from tests.kit.zoo import make_model
 
@@ -56,6 +57,15 @@ def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str
     # Scores of linear routers are those of fp32.
     close = 1e-5 if way["choice"] == "topk" else 1e-9
     torch.testing.assert_close(actual, expected, rtol=close, atol=close)
+
+
+def test_blocks_that_a_list_names_keep_their_names() -> None:
+    model = make_own("norms behind, named blocks")
+    keys = list(model.state_dict())
+    mmod.apply_(model, Recursions(recursions=3))
+    assert list(model.stages._modules) == ["layer_0", "layer_1", "layer_4"]
+    mmod.undo_(model)
+    assert list(model.state_dict()) == keys
 
 
 @pytest.mark.parametrize("keys", ["kept", "first"])
