@@ -41,7 +41,7 @@ Example = Tensor | tuple[object, ...] | Mapping[str, object]
 # Arguments of models that read images or videos.
 PIXELS = ("pixel_values", "pixel_values_videos")
 # Sides of images that models without a setting may take, in pixels.
-_SIDES = (224, 32, 64, 96, 128, 256, 384, 512)
+_SIDES = (224, 32, 64, 96, 112, 128, 160, 192, 256, 336, 384, 448, 512, 28)
 _SIZES = ("image_size", "img_size", "crop_size", "input_size")
 # Least rows and columns of patches in images that come as one sequence.
 _GRID_SIDE = 16
