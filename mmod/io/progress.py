@@ -46,6 +46,9 @@ def progress_bar(items: Iterable[object] | None = None, *, shown: bool = True, *
         # tqdm's own clock goes on while a machine sleeps, and would count the night into the time left.
         bar._time = time.monotonic
         bar.start_t = bar.last_print_t = bar._time()
+        # A terminal may say no size, as in a container: tqdm would draw a bar of no width.
+        if bar.ncols is not None and bar.ncols < 1:
+            bar.ncols = bar.nrows = None
     return bar
 
 

@@ -56,6 +56,8 @@ class Measurer:
     plans: dict[Path, dict[float, dict[str, object]]] = field(default_factory=dict)
     # By their config. In the end all are timed in turns: they are kept until a model is trained.
     models: dict[str, nn.Module] = field(default_factory=dict)
+    # Show a bar over each evaluation.
+    progress: bool = False
 
     def __call__(self, run: Run, callback: Callback) -> Measured | None:
         """Return the rows of a run; None of the one that others start from, which nothing is compared with."""
@@ -189,11 +191,11 @@ def measure_run(
         by_sample: Keep the outcomes of samples of trained models too, for which runs that are read are evaluated.
     """
     if not run.is_trained:
-        return evaluate_once(measurer.store, run.start, measurer.load)
+        return evaluate_once(measurer.store, run.start, measurer.load, progress=measurer.progress)
     figures: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
     if before is not None and run.is_tuned:
-        start = evaluate_once(measurer.store, run.start)
+        start = evaluate_once(measurer.store, run.start, progress=measurer.progress)
         figures[BEFORE] = start.figures[before]
         if by_sample and before in start.outcomes:
             outcomes[BEFORE] = start.outcomes[before]
@@ -201,7 +203,8 @@ def measure_run(
     rows = rows_of(fitted.result)
     if by_sample:
         # Kept in the store: the record of a finished run has no outcomes of samples.
-        final = evaluate_once(measurer.store, run.final, evaluated=fitted if fitted.outcomes else None)
+        known = fitted if fitted.outcomes else None
+        final = evaluate_once(measurer.store, run.final, evaluated=known, progress=measurer.progress)
         rows = rows._replace(samples=final.samples)
         outcomes |= final.outcomes
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
@@ -221,7 +224,9 @@ def fit(run_config: RunConfig, callback: Callback, store: Store) -> Evaluated:
     return Evaluated(fitted.best, fitted.outcomes)
 
 
-def evaluate_once(store: Store, kind: Kind, load: Load = load, evaluated: Evaluated | None = None) -> Measured:
+def evaluate_once(
+    store: Store, kind: Kind, load: Load = load, evaluated: Evaluated | None = None, progress: bool = False
+) -> Measured:
     """Evaluate a model once, the one that a run starts from or its final one.
 
     Args:
@@ -232,7 +237,7 @@ def evaluate_once(store: Store, kind: Kind, load: Load = load, evaluated: Evalua
     identity = {"work": "rows of samples", **identity_of(kind.config)}
 
     def measure() -> Measured:
-        result, outcomes = evaluated or kind.score(load(kind))
+        result, outcomes = evaluated or kind.score(load(kind), progress)
         # They may have been written anew before they were loaded.
         check_unchanged({path: identity["weights"][name] for name, path in kind.config.model.weights.items()})
         samples = max(map(len, outcomes.values()), default=0)

@@ -108,7 +108,9 @@ def _compared(study: Study, runs: Sequence[Run], facts: Facts, runner: Runner, c
         models += " besides runs that try learning rates"
     ahead = training_ahead([*runs, *trials])
     runner.say(". ".join([f"{models}{ahead}", *comparison.notes]))
-    measurer = Measurer(study.measure, store, starting_weights(runs))
+    # Bars of several processes would be drawn over each other.
+    shown = runner.progress and runner.processes == 1
+    measurer = Measurer(study.measure, store, starting_weights(runs), progress=shown)
     table = Table(weigh=study.kind.weigh)
     if rates is not None:
         table.rates = best_rates(runs, rates, measurer.store, runner)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
 import sys
 from typing import Any
@@ -111,6 +113,15 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     list(progress_bar(range(3), desc="epoch"))
     assert "\r" in screen.getvalue()
     assert "100%|" in screen.getvalue()
+
+
+def test_a_terminal_of_no_size_has_a_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        list(progress_bar(range(3), desc="epoch"))
+        assert b"epoch: 100%|##########| 3/3" in os.read(screen, 4096).replace("█".encode(), b"#")
+    os.close(screen)
 
 
 def test_a_study_off_a_terminal_says_what_is_done_in_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

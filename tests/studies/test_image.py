@@ -41,6 +41,7 @@ from mmod.studies.candidates import baselines_of, comparison_of, fitted, trainin
 from mmod.studies.image import code_of, recommendations
 from mmod.studies.kind import Lines, Study, Told
 from mmod.studies.kind_configs import FeaturesStudyConfig, ImageStudyConfig, PairsStudyConfig
+from mmod.studies.measure import Measurer
 from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import Point, StudyResult, epochs_of, harm, significance, without_interval
 from mmod.studies.runs import Comparison, Run
@@ -171,6 +172,11 @@ def test_table_and_pictures_come_with_the_first_pair_and_one_seed_is_paired_by_s
         assert (tmp_path / "out" / "maps-a-mod-0.5.png").exists()
         return draw_tradeoff(points, *of)
 
+    def measurer(*given: Any, progress: bool) -> Measurer:
+        assert progress
+        return Measurer(*given, progress=progress)
+
+    monkeypatch.setattr("mmod.studies.study.Measurer", measurer)
     monkeypatch.setattr("mmod.studies.report.draw_tradeoff", draw)
     one = dataclasses.replace(study, output=str(tmp_path / "out"), bases=str(compared.folder), seeds=1, isoflop="none")
     result = run_study(one)

@@ -23,6 +23,7 @@ from mmod.planning import Candidate
 from mmod.studies.measure import Measurer, evaluate_once, identity_of, measure_run
 from mmod.studies.runs import Comparison
 from mmod.training import fit
+from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.kind import load
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
@@ -36,6 +37,26 @@ def tiny_config(output: Path) -> TrainConfig:
     data = {"source": "digits:tiny", "root": str(SETS / "digits"), "image_size": 32, "channels": 1}
     model = {"name": "vit_tiny_patch16_224", "args": ARGS}
     return TrainConfig.from_dict({"data": data, "model": model, "output": str(output), "epochs": 1, "epoch_steps": 1})
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_each_evaluation_of_a_comparison_may_have_a_bar(
+    progress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tiny_config(tmp_path / "dense"), progress=False)
+    dense = tiny_config(tmp_path / "compared").started_from(str(tmp_path / "dense"))
+    comparison = Comparison(candidates=[Candidate(DENSE)], dense=dense)
+    shown: list[bool] = []
+    score = ImageKind.score
+
+    def told(kind: ImageKind, model: nn.Module, progress: bool = False) -> Evaluated:
+        shown.append(progress)
+        return score(kind, model, progress)
+
+    monkeypatch.setattr(ImageKind, "score", told)
+    measurer = Measurer(measure_run, Store(), progress=progress)
+    list(compare(Table(), [comparison.checked_runs()], measurer, Runner(progress=False)))
+    assert shown == [progress]
 
 
 def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_a_training(
