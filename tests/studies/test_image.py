@@ -1184,9 +1184,13 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     # The same answer in the same words, for batches and for single images, also in the report.
     assert len(advice.recommendations) == 2
     # Advice alone also says how to ask for more images: by the number of all.
-    asks = r"(\d+) more images \(`--number (\d+)`, in Python `images=(\d+)`\)"
-    assert all(int(all_) == int(again) == 12 + int(more) for more, all_, again in re.findall(asks, str(advice)))
-    verdict, sentence = (re.sub(asks, r"\1 more images", told) for told in (str(advice.verdict), advice.sentence))
+    asks = r" \(`--number (\d+)`, in Python `images=(\d+)`\)"
+    assert all(
+        int(all_) == int(again) == 12 + int(more)
+        for more, all_, again in re.findall(rf"(\d+) more images{asks}", str(advice))
+    )
+    assert all(least == all_ == again for least, all_, again in re.findall(rf"from (\d+) images on{asks}", str(advice)))
+    verdict, sentence = (re.sub(asks, "", told) for told in (str(advice.verdict), advice.sentence))
     assert verdict in result.summary, (result.summary, str(advice))
     assert str(advice.verdict.table) in str(advice)
     page = write_report([tmp_path / "study"]).read_text()
