@@ -93,6 +93,11 @@ def added_arguments(model: nn.Module) -> dict[str, bool]:
     return {name: value for name, value in ANY_SIZE.items() if arguments.get(name) == value}
 
 
+class _PromptsConfig(ConversationsConfig):
+    skip_option = "--on_corrupt skip"
+    images_option = "--images FOLDER"
+
+
 class ReadPrompts(NamedTuple):
     """A dense vision-language model and its prompts, with what `mmod.advise` needs of them.
 
@@ -122,7 +127,7 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
     from mmod.training.chat.processor import pixel_limits_of
     from mmod.training.chat.start import resize_images
 
-    data = ConversationsConfig(options.prompts, None, options.images, on_corrupt=options.on_corrupt)
+    data = _PromptsConfig(options.prompts, None, options.images, on_corrupt=options.on_corrupt)
     run = find_run(options.model)
     if run is None:
         config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)

@@ -24,6 +24,7 @@ from mmod.analysis import timing
 from mmod.analysis.timing import Spread
 from mmod.cli import main
 from mmod.data import DataConfig
+from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.methods import methods_of
 from mmod.planning import Candidate, trials, untrained
@@ -252,10 +253,31 @@ def test_prompts_that_cannot_be_read_are_counted_and_named(tmp_path: Path) -> No
     questions = json.loads(file.read_text())
     questions[2]["image"] = "none.png"
     file.write_text(json.dumps(questions))
-    line = [str(tmp_path / "llava"), "--prompts", str(file), "--batch_size", "1", "--on_corrupt", "skip"]
+    line = [str(tmp_path / "llava"), "--prompts", str(file), "--batch_size", "1"]
+    told = r"none\.png \(--on_corrupt skip counts such samples and leaves them out\)$"
+    with pytest.raises(CorruptDataError, match=told):
+        read_prompts(advise._parser().parse_args(line))
+    line += ["--on_corrupt", "skip"]
     read = read_prompts(advise._parser().parse_args(line))
     assert re.match(r"Prompts that were skipped: 1, such as \S+questions\.json \[2\]: image not found", read.note)
     assert len(list(read.batches)) == read.available == len(questions) - 1
+    # An image that cannot be decoded is found when it is read.
+    questions[2]["image"] = "one.png"
+    file.write_text(json.dumps(questions))
+    (tmp_path / "one.png").write_bytes(b"no image")
+    with pytest.raises(CorruptDataError, match=r"8 bytes cannot be read \(--on_corrupt skip counts"):
+        read_prompts(advise._parser().parse_args(line[:-2]))
+    # In another folder than that of the file.
+    Image.new("RGB", (9, 9)).save(tmp_path / "one.png")
+    for question in questions:
+        question["image"] = str(tmp_path / "one.png")
+    (tmp_path / "asked").mkdir()
+    (tmp_path / "asked/questions.json").write_text(json.dumps(questions))
+    line[2] = str(tmp_path / "asked/questions.json")
+    told = "image outside the folder: .*name the folder of their paths by --images FOLDER"
+    with pytest.raises(CorruptDataError, match=told):
+        read_prompts(advise._parser().parse_args(line[:-2]))
+    read_prompts(advise._parser().parse_args([*line[:-2], "--images", str(tmp_path)]))
 
 
 def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

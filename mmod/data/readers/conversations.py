@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from PIL import Image
@@ -99,6 +99,9 @@ class ConversationsConfig(SourceConfig):
     max_length: Annotated[int | None, "[2, inf)"] = None
     packed: bool = False
     protected: Protected | None = None
+    # How a user sets two of them, for messages.
+    skip_option: ClassVar[str] = CorruptReport.skip
+    images_option: ClassVar[str] = "`images`"
 
 
 class ChatDataset:
@@ -209,20 +212,22 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
         ('count', 'assistant', (32, 32))
     """
     config = config or ConversationsConfig()
-    report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
+    report = CorruptReport(config.on_corrupt, limit=config.max_corrupt, skip=config.skip_option)
     source = locate("questions", source, config.root, progress)
     if source.endswith(".tar"):
         shards = ShardFiles(expand_pattern(source), config.root, report, config.remote)
         rows = _read_shards(shards, report, progress)
     elif source.endswith((".json", ".jsonl")):
         files = ImageFiles(config.images or Path(source).parent, config.follow_links)
-        rows = _read_file(Path(source), files, report, progress)
+        rows = _read_file(Path(source), files, report, progress, config.images_option)
     else:
         raise ValueError(f"{source!r} must end in .json, .jsonl or .tar, or be questions:DIFFICULTY/SPLIT")
     return ChatDataset(rows, report)
 
 
-def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[StoredChat]:
+def _read_file(
+    path: Path, files: ImageFiles, report: CorruptReport, progress: bool, option: str
+) -> Iterator[StoredChat]:
     records = read_records(path)
     faults = []
     for number, record in enumerate(progress_bar(records, desc="check", unit="records", shown=progress)):
@@ -233,7 +238,7 @@ def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: b
             faults.append(Fault(str(path), str(number), str(error)))
             continue
         yield _row(record, messages, images, number)
-    report.add(faults, files.hint([fault.reason for fault in faults], len(records)))
+    report.add(faults, files.hint([fault.reason for fault in faults], len(records), option))
 
 
 def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[StoredChat]:

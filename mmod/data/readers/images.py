@@ -36,6 +36,7 @@ MAX_BYTES = 1 << 28
 """Maximum size of a file or shard member in bytes: Pillow's pixel limit at 3 bytes per pixel."""
 
 _NOT_FOUND = "image not found"
+_OUTSIDE = "image outside the folder"
 _WHITE_IS_ZERO = 0
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
@@ -153,15 +154,19 @@ class ImageFiles:
             # A symbolic link, or no regular file.
             with _faults_of(path):
                 if not self._is_inside(path):
-                    raise UnusableError("image outside the folder", f"{path} is not in {self.folder}")
+                    raise UnusableError(_OUTSIDE, f"{path} is not in {self.folder}")
                 check_regular(path)
         return path
 
-    def hint(self, reasons: Iterable[str], items: int) -> str:
-        """Say what to do if images of most items are not found, by the reasons why some cannot be used; else empty."""
-        if 2 * sum(reason.startswith(_NOT_FOUND) for reason in reasons) <= items:
+    def hint(self, reasons: Iterable[str], items: int, option: str = "`images`") -> str:
+        """Say what to do if images of most items are not found, by the reasons why some cannot be used; else empty.
+
+        Args:
+            option: How a user names the folder.
+        """
+        if 2 * sum(reason.startswith((_NOT_FOUND, _OUTSIDE)) for reason in reasons) <= items:
             return ""
-        return f"the images are looked for in {self.folder!r}: name the folder of their paths by `images`"
+        return f"the images are looked for in {self.folder!r}: name the folder of their paths by {option}"
 
     def _list(self, folder: str) -> frozenset[str]:
         """Return the names of the regular files of a folder inside the root; links are left out."""
