@@ -50,6 +50,8 @@ class InterceptedBlock(Mixin):
     @property
     def activation_relu_or_gelu(self) -> int:
         """By 0, `nn.TransformerEncoderLayer` calls its modules, which may run otherwise, instead of one kernel."""
+        if "activation_relu_or_gelu" not in vars(self):
+            raise AttributeError("only nn.TransformerEncoderLayer has activation_relu_or_gelu")
         if torch.compiler.is_compiling() or self.mod_state.inner.value.runners:
             return 0
         return int(vars(self)["activation_relu_or_gelu"])
