@@ -201,7 +201,7 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
     if read is not None:
         return read
     plain = [value.replace(annotation=inspect.Parameter.empty) for value in parameters_of(model).values()]
-    advice = f"pass mmod.Tokens({blocks!r}, example=...) with these"
+    advice = f"pass tokens=mmod.Tokens({blocks!r}, example=...) with these"
     if example is not None:
         advice = "the example must be these, in fp32 on a CPU too"
     raise ValueError(
@@ -413,7 +413,7 @@ def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[
         # Small: the model takes any size.
         yield {pixels: _draw(projection.in_channels, 8 * height, 8 * width)}
         return
-    channels = _setting(model, ("num_channels", "in_chans", "in_channels"), 3)
+    channels = channels_of(model)
     for height, width in dict.fromkeys(_sides(model)):
         image = (channels, height, width)
         frames = _setting(model, ("num_frames", "frames_per_clip"), 0)
@@ -498,6 +498,11 @@ def _sides(model: nn.Module) -> Iterator[tuple[int, int]]:
                 yield size[-2], size[-1]
     for side in _SIDES:
         yield side, side
+
+
+def channels_of(model: nn.Module) -> int:
+    """Return the channels of images that a model takes, as far as its settings or its first convolution show."""
+    return _setting(model, ("num_channels", "in_chans", "in_channels"), 3)
 
 
 def _setting(model: nn.Module, names: tuple[str, ...], default: int) -> int:

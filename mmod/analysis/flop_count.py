@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mmod.adapters import BlockStack, adapted_model, find_library, find_parts, find_stacks
 from mmod.adapters.images import image_facts
+from mmod.adapters.probe import channels_of
 from mmod.adapters.tokens import Tokens, declared, proofs_of, restore_proofs
 from mmod.analysis.counting import (
     PassCounts,
@@ -505,7 +506,7 @@ def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size
         size = (size, size)
     channels = image_facts(model).channels
     if isinstance(size, (tuple, list)) and len(size) == 2:
-        size = (channels or 3, *size)
+        size = (channels or channels_of(model), *size)
     is_shape = isinstance(size, (tuple, list)) and len(size) == 3
     if not is_shape or not all(isinstance(side, int) and side > 0 for side in size):
         # A batch of images, in place of the size of one.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -152,6 +153,10 @@ def copy_modules(model: Model, memo: dict[int, object]) -> Model:
             # One with attributes, as what `state_dict` returns, is left to `deepcopy`.
             if type(table) in (OrderedDict, dict, set) and not table and not getattr(table, "__dict__", None):
                 memo.setdefault(id(table), type(table)())
+        for value in tree_leaves(vars(module)):
+            # What a pass with gradients left, such as an attention map, which `deepcopy` refuses.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach())
     return copy.deepcopy(model, memo)
 
 

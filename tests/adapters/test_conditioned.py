@@ -218,7 +218,10 @@ _IMAGES = CONDITIONED["own dit"].inputs(1)
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        (None, r"missing .* 't' and 'y'.*Its forward takes \(x, t, y\): pass mmod.Tokens\('blocks', example=...\)"),
+        (
+            None,
+            r"missing .* 't' and 'y'.*Its forward takes \(x, t, y\): pass tokens=mmod.Tokens\('blocks', example=...\)",
+        ),
         (_IMAGES["x"], r"input \(2, 4, 8, 8\): .*missing .*Its forward takes \(x, t, y\): the example must be these"),
         ({**_IMAGES, "text": _IMAGES["t"]}, r"unexpected keyword argument 'text'.*Its forward takes \(x, t, y\)"),
         ({**_IMAGES, "x": _IMAGES["x"][:, :3]}, r"x \(2, 3, 8, 8\).* 3 channels.*Its forward takes \(x, t, y\)"),

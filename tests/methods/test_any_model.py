@@ -549,3 +549,30 @@ def test_a_block_may_have_any_names(method: mmod.RoutingConfig | Method) -> None
         assert state_of(model) == state
         assert torch.equal(model(images), expected)
     assert torch.equal(*outputs)
+
+
+class Keeping(OwnViT):
+    """A grey model that keeps what its blocks returned, and returns a dict as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: OwnBlock())
+        self.patchify = nn.Conv2d(1, own_vits.DIM, 8, 8)
+        self.kept: list[Tensor] = []
+
+    def forward(self, images: Tensor) -> dict[str, Tensor | None]:  # type: ignore[override]
+        for stage in self.stages:
+            stage.last = None
+        x = torch.cat([self.special.expand(len(images), -1, -1), self.patchify(images).flatten(2).mT + self.places], 1)
+        for stage in self.stages:
+            stage.last = x = stage(x)
+        self.kept = [x]
+        return {"logits": self.classes(x[:, 0]), "loss": None}
+
+
+def test_a_model_that_keeps_what_a_pass_with_gradients_left_is_changed() -> None:
+    images = torch.randn(3, 1, 64, 64)
+    model = Keeping()
+    model(images)
+    mmod.route_(model, "a-mod")
+    assert mmod.flops(model, 64).share < 1
+    assert model.kept[0].requires_grad
