@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
@@ -169,8 +169,11 @@ class ExitCall(StackCall):
                     "output_hidden_states and output_attentions"
                 )
             # The last block, which returns rows of all images, may have been removed from the model.
-            leaves = [self.whole(rows) for rows in leaves]
-            leaves = [_with_rows(rows, index_B, part) for rows, part in zip(leaves, parts)]
+            # Beside rows, a dict may hold a loss of None.
+            leaves = [
+                _with_rows(self.whole(rows), index_B, part) if isinstance(rows, Tensor) else rows
+                for rows, part in zip(leaves, parts)
+            ]
         return tree_unflatten(leaves, form)
 
 
@@ -251,7 +254,7 @@ class ExitBlock(Deciding, ConvertedBlock):
                 # There are logits for every token: an image is as sure as its tokens on average.
                 sure = sure.flatten(1).mean(dim=1)
             leaves_B = sure >= self.mod_method.confidence
-            answer = tree_map(lambda rows: rows[leaves_B], output)
+            answer = tree_map_only(Tensor, lambda rows: rows[leaves_B], output)
         call.answers.append((index_B[leaves_B], answer))
         call.index_B = index_B[~leaves_B]
         return y_BND[~leaves_B]

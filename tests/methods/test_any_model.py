@@ -576,3 +576,14 @@ def test_a_model_that_keeps_what_a_pass_with_gradients_left_is_changed() -> None
     mmod.route_(model, "a-mod")
     assert mmod.flops(model, 64).share < 1
     assert model.kept[0].requires_grad
+
+
+def test_images_exit_from_a_model_whose_dict_has_no_loss() -> None:
+    images = torch.randn(3, 1, 64, 64)
+    model = Keeping().eval()
+    expected = model(images)["logits"]
+    output = mmod.apply_(model, mmod.methods.Exit(confidence=1.0))(images)
+    torch.testing.assert_close(output["logits"], expected)
+    assert output["loss"] is None
+    model.train()
+    assert model(images)["logits"].shape == expected.shape
