@@ -184,7 +184,10 @@ def check_value(name: str, value: object, hint: object, limit: Limit | None = FI
         near = ""
         if isinstance(value, str):
             near = near_names(value, _choices(hint, limit))
-        raise fault("; ".join(filter(None, [told, near, _share_hint(value, limit)])))
+        alone = ""
+        if _fault([value], hint, limit) is None:
+            alone = f"write [{brief(value)}], in quotes on a command line"
+        raise fault("; ".join(filter(None, [told, near, alone, _share_hint(value, limit)])))
 
 
 def _share_hint(value: object, limit: Limit | None) -> str:

@@ -157,6 +157,15 @@ def test_limits_in_annotations_hold_also_for_fields_declared_again(
         kind(**{field: value})
 
 
+def test_a_value_alone_is_said_to_need_brackets_where_several_are_taken() -> None:
+    with pytest.raises(TypeError, match=r"got 0\.7; write \[0\.7\], in quotes on a command line$"):
+        check_value("budgets", 0.7, list[float] | None)
+    with pytest.raises(TypeError, match=r"got 'x'$"):
+        check_value("budgets", "x", list[float] | None)
+    with pytest.raises(TypeError, match=r"got None$"):
+        check_value("budgets", None, list[float])
+
+
 def test_an_integer_too_long_to_be_written_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"steps must be an integer in \[0, 10\], got a int too long to be written"):
         check_value("steps", 10**5000, int, "[0, 10]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import sys
 import warnings
@@ -111,6 +112,9 @@ def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> objec
     except Exception as error:  # a damaged pickle may fail in any way
         # Torch's message advises to allow code; this one does not.
         reason = str(error).strip().split("\n")[0] or type(error).__name__
+        # Text, or what was cut, is read as codes that pickles do not have.
+        if isinstance(error, (pickle.UnpicklingError, LookupError)):
+            reason = "it is no checkpoint, or a damaged one"
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         if code is not None:
             reason = f"it holds {code[1]} besides; save the state dict alone"

@@ -131,9 +131,10 @@ def _check(options: argparse.Namespace) -> None:
             unusable.append("no_pretrained")
         if unusable and options.prompts is not None:
             named = ", ".join(f"--{name}" for name in unusable)
-            raise ValueError(
-                f"{named}: of image models alone; with --prompts, the table has the speed of all candidates"
-            )
+            reason = "of image models alone"
+            if options.faster is not None:
+                reason += "; with --prompts, the table has the speed of all candidates"
+            raise ValueError(f"{named}: {reason}")
     with mistakes.collected():
         if options.checkpoint is not None:
             check_at_rest(options.checkpoint)

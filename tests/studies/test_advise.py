@@ -369,11 +369,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Before the weights, which may come from a hub.
         ("vit_tiny_patch16_224 --images empty", "--images: the folder 'empty' is empty"),
         ("test_vit --no_pretrained --images none", "--images: there is no folder 'none'"),
-        ("llava --prompts questions.json --measure top1", "--measure: of image models alone"),
+        ("llava --prompts questions.json --measure top1", "--measure: of image models alone$"),
         ("llava --prompts questions.json --no_pretrained", "--no_pretrained: of image models alone"),
         (
             "llava --prompts questions.json --faster 1.4",
-            "--faster: of image models alone; with --prompts, ",
+            "--faster: of image models alone; with --prompts, the table has the speed",
         ),
         ("llava", "advice needs --images FOLDER, or --prompts FILE"),
         ("llava --images images", "'llava' is a language model, which continues text: name a file .* by --prompts"),
