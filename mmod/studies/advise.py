@@ -228,7 +228,12 @@ def _parser() -> OneLineParser:
         choices=MEASURES,
         help="what must stay equal: the top class, the features that a head reads, or the features of patches",
     )
-    parser.add_argument("--number", type=int, default=256, help="images or prompts to use, spread evenly (256)")
+    parser.add_argument(
+        "--number",
+        type=int,
+        default=256,
+        help="images or prompts to use, spread evenly; of prompts, a plan search takes a fifth (256)",
+    )
     parser.add_argument("--batch_size", type=int, default=8, help="images or prompts of a timed batch (8)")
     parser.add_argument(
         "--tolerance",
