@@ -201,7 +201,7 @@ def test_no_two_classes_or_aliases_share_a_name() -> None:
 
 # What a mixin replaces of a host on purpose.
 REPLACED = {"_init_weights", "_no_split_modules", "dynamic_feat_size", "forward_head", "generate"}
-REPLACED |= {"init_continuous_batching", "save_pretrained"}
+REPLACED |= {"activation_relu_or_gelu", "init_continuous_batching", "save_pretrained"}
 
 
 def test_what_stands_in_front_of_a_host_hides_none_of_its_names() -> None:

@@ -374,7 +374,8 @@ def _count(model: nn.Module, stacks: Mapping[str, BlockStack], inputs: Mapping[s
 
 def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:
     """Return the blocks of a model by name, from the stack of its dense version."""
-    return {name: model.get_submodule(name) for name in stack.names}
+    children = model.get_submodule(stack.block_list).named_children()
+    return {f"{stack.block_list}.{name}": block for name, block in children}
 
 
 def _outside(count: PassCounts) -> int:
