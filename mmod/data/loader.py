@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Hashable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,11 @@ def image_stream(
 
     name = f"the split {split!r} of {config.source!r}"
     return BatchStream(reader, report, config, rank, world, seed, name, classes)
+
+
+def sample_images(data: DataConfig, count: int) -> Tensor:
+    """Return up to `count` evaluation images, spread over the classes."""
+    return image_stream(replace(data, val_limit=count, batch_size=count)).first_batch()[0]
 
 
 def _shared_images(config: DataConfig, split: str, limit: int | None) -> Decoded:

@@ -238,6 +238,19 @@ def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
     return read_classes(run / CLASSES)
 
 
+def check_same_classes(numbers: Mapping[str, int] | None, checkpoint: str | Path, what: str) -> None:
+    """Raise a ValueError if a run numbers its classes in another way than this model does."""
+    others = run_classes(checkpoint)
+    if numbers is None or others is None or others == numbers:
+        return
+    names = sorted({*numbers, *others})
+    name = next(name for name in names if numbers.get(name) != others.get(name))
+    raise ValueError(
+        f"{what} {str(checkpoint)!r} answers with other classes: {name!r} is {others.get(name, 'none')} there and "
+        f"{numbers.get(name, 'none')} here"
+    )
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in a folder, newest first."""
     finished = []

@@ -47,10 +47,9 @@ from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
 from mmod.studies.config import StudyConfig
 from mmod.studies.runs import UNTUNED, Comparison, run_config_of
-from mmod.training.engine.config import RunConfig, config_as
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import unfinished
 from mmod.training.engine.start import sketch
-from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import config_class, kind_of
 from mmod.values import check_value, one_of, refuse_unknown
 
@@ -260,7 +259,8 @@ def fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Cand
         The candidates, and why others are left out, by name.
     """
     model = sketch(kind_of(dense))
-    height, width = patch_grid(model, (config_as(dense, TrainConfig).data.image_size,) * 2)
+    assert dense.image_shape is not None
+    height, width = patch_grid(model, dense.image_shape[1:])
     patch = (image_facts(model).patch or (1, 1))[0]
     sides = [patch * side for side in range(1, height)]
     return at_budgets(candidates, partial(_flops_of, dense=dense), sides, height * width, strict=True)

@@ -20,7 +20,7 @@ from mmod.analysis.statistics import Estimate, as_cheap, exceeds
 from mmod.analysis.table import DENSE, Measured, Table, evaluated, gain, gaps, mean_of, paired_by_sample
 from mmod.analysis.timing import ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
-from mmod.data.loader import evaluation_fields
+from mmod.data.loader import evaluation_fields, sample_images
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
 from mmod.opening.opened import Preprocessing
@@ -45,7 +45,7 @@ from mmod.training.engine.kind import cost, create, device_of, evaluation_data
 from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
-from mmod.training.image.kind import ImageKind, sample_images, timed_images
+from mmod.training.image.kind import ImageKind, timed_images
 from mmod.training.kinds import kind_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmod import Prompt, flops, open_model, route_, save_pretrained
 from mmod.analysis.table import DENSE
 from mmod.analysis.timing import DRAWS
-from mmod.data.loader import image_stream
+from mmod.data.loader import image_stream, sample_images
 from mmod.io.store import OptionalStore, Store
 from mmod.studies import commands
 from mmod.studies.assess import assess, described
@@ -27,7 +27,7 @@ from mmod.training.engine.kind import COUNTED, readings, seed_draws
 from mmod.training.engine.start import create_models
 from mmod.training.image import evaluate as image_evaluate
 from mmod.training.image import kind as image_kind
-from mmod.training.image.kind import ImageKind, sample_images, timed_images
+from mmod.training.image.kind import ImageKind, timed_images
 from mmod.training.kinds import all_configs, kind_of
 from tests.kit.chat_configs import P_MOD, vlm_config
 from tests.kit.disk import small_disk

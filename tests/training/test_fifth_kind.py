@@ -15,10 +15,12 @@ from mmod.io.jobs import Runner
 from mmod.io.store import Store
 from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.studies.assess import assess
+from mmod.studies.audit.config import Audited
+from mmod.studies.audit.run import audit_run
 from mmod.studies.measure import Measurer, measure_run, search_for
 from mmod.studies.runs import Comparison
 from mmod.training.engine.kind import Kind, LoopKind
-from mmod.training.kinds import KINDS, Row, estimate, fit, kind_of
+from mmod.training.kinds import KINDS, Row, estimate, extended, fit, kind_of
 from tests.kit.engine_worker import weights
 from tests.kit.fifth_kind import TrainConfig
 from tests.kit.sets import SETS
@@ -48,7 +50,7 @@ def test_a_kind_has_ten_members_and_the_guide_names_them() -> None:
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == members
 
 
-def test_a_fifth_kind_trains_resumes_and_is_evaluated_opened_planned_and_compared(tmp_path: Path) -> None:
+def test_a_fifth_kind_trains_resumes_and_is_evaluated_opened_planned_compared_and_audited(tmp_path: Path) -> None:
     whole, cut = (config(tmp_path / name, checkpoint_every=2) for name in ("whole", "cut"))
     result = fit(whole, progress=False)
     assert result.history[-1]["train_loss"] < result.history[0]["train_loss"]
@@ -84,3 +86,9 @@ def test_a_fifth_kind_trains_resumes_and_is_evaluated_opened_planned_and_compare
     assert names == [DENSE, "routed"]
     assert compared.runs["routed"][0].kept
     assert gap(compared, "loss", "routed", DENSE) is not None
+
+    routed = config(tmp_path / "audited", routing=ROUTING).started_from(str(tmp_path / "whole"))
+    # As `AUDITS` has it of kinds that are there when it is imported.
+    audited = extended(Audited)["middle"].from_dict({**routed.to_dict(), "audit": {"draws": 2, "maps": 2}})
+    assert {row.name for row in audit_run(audited, progress=False).conditions} >= {"random"}
+    assert (tmp_path / "audited/audit/maps.png").exists()

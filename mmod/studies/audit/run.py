@@ -27,13 +27,22 @@ from mmod.audits.result import Audit
 from mmod.audits.run import audit
 from mmod.audits.shifts import SHIFTS
 from mmod.config.parse import read_config
-from mmod.data.loader import text_stream
+from mmod.data.config import DataConfig, TextConfig
+from mmod.data.loader import sample_images, text_stream
 from mmod.io.environment import environment
 from mmod.io.files import near_paths, read_json_object, write_atomically, write_json
 from mmod.io.records import read_record, record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
-from mmod.opening.runs import RUN_CONFIG, check_at_rest, find_run, run_classes, told_sums, weight_sums
+from mmod.opening.runs import (
+    RUN_CONFIG,
+    check_at_rest,
+    check_same_classes,
+    find_run,
+    run_classes,
+    told_sums,
+    weight_sums,
+)
 from mmod.studies.audit.config import AUDITS, Audited, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of
 from mmod.studies.measure import identity_of
@@ -42,11 +51,7 @@ from mmod.training.engine.config import RunConfig, config_as
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import COUNTED, Kind, cost, device_of, load
 from mmod.training.engine.run_folder import read_files
-from mmod.training.image.config import TrainConfig
-from mmod.training.image.kind import sample_images
-from mmod.training.image.preflight import check_same_classes
 from mmod.training.kinds import kind_of
-from mmod.training.text import config as text_config
 from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
@@ -64,16 +69,15 @@ def audit_run(config: RunConfig, *, command: str | None = None, progress: bool =
     if result.exists():
         _record(folder, config, options)
         return Audit.from_dict(read_json_object(result)["audit"])
-    sets = sets_of(config.kind)
-    if options.generation and not sets.writes:
+    if isinstance(config.data, TextConfig):
+        length = config.data.length
+        if options.generation % length:
+            raise ValueError(f"audit.generation must be a multiple of data.length={length}, got {options.generation}")
+    elif options.generation:
         raise ValueError(
             f"audit.generation is for runs of kind 'text', whose models write bytes, and this is one of kind "
             f"{config.kind!r}: leave it out"
         )
-    if sets.writes:
-        length = config_as(config, text_config.TrainConfig).data.length
-        if options.generation % length:
-            raise ValueError(f"audit.generation must be a multiple of data.length={length}, got {options.generation}")
     config.check_weights()
     for path in filter(None, (options.reference, *options.baselines)):
         check_at_rest(path)
@@ -91,7 +95,8 @@ def audit_run(config: RunConfig, *, command: str | None = None, progress: bool =
         )
     conditions = options.conditions
     if conditions is None:
-        conditions = [name for name in default_choices(options.reference is not None) if name not in sets.on_request]
+        on_request = sets_of(config.kind).on_request
+        conditions = [name for name in default_choices(options.reference is not None) if name not in on_request]
     refuse_unknown("shift of audit.shifts", options.shifts, list(SHIFTS))
     choices(conditions, None, has_reference=options.reference is not None)
     baselines = _baselines(config, options.baselines)
@@ -189,22 +194,22 @@ def _counted(kind: Kind, model: nn.Module) -> FlopReport | None:
 
 def _generation(kind: Kind, model: nn.Module, options: AuditOptions) -> Generation | None:
     """Return the decisions of a model while it writes long texts; None if it writes none."""
-    if not options.generation:
+    data = kind.config.data
+    if not isinstance(data, TextConfig) or not options.generation:
         return None
-    config = config_as(kind.config, text_config.TrainConfig)
     # Longer texts than the windows of the training.
-    length = config.data.length + options.generation
-    stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=options.texts))
+    length = data.length + options.generation
+    stream = text_stream(dataclasses.replace(data, length=length, val_limit=options.texts))
     tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(device_of(kind))
-    return evaluate_generation(model, tokens_BN, config.data.length, config.seed)
+    return evaluate_generation(model, tokens_BN, data.length, kind.config.seed)
 
 
 def _maps(kind: Kind, model: nn.Module, count: int) -> Figure | None:
     """Draw the kept tokens of some images; None for other samples."""
-    config = kind.config
-    if not isinstance(config, TrainConfig) or not count:
+    data = kind.config.data
+    if not isinstance(data, DataConfig) or not count:
         return None
-    return draw_sample_maps(model, sample_images(config.data, count))
+    return draw_sample_maps(model, sample_images(data, count))
 
 
 def _write(

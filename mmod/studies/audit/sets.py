@@ -129,12 +129,10 @@ class Sets(NamedTuple):
     Attributes:
         read: Returns the batches of the evaluation set that a kind's config names, as a model of the kind reads them.
         on_request: Conditions that are only compared where the config names them.
-        writes: Whether models write texts, in which the decisions on single bytes are compared with the top-k.
     """
 
     read: Callable[[Any, nn.Module], Batches] = _streamed
     on_request: frozenset[str] = frozenset()
-    writes: bool = False
 
 
 _SETS = {
@@ -143,7 +141,7 @@ _SETS = {
     "pairs": Sets(on_request=frozenset({REFERENCE_ENTROPY})),
     # Conversations differ in length, and no loss trained the head on image tokens.
     "chat": Sets(_of_conversations, frozenset({"shuffled", REFERENCE_ENTROPY})),
-    "text": Sets(_of_text, writes=True),
+    "text": Sets(_of_text),
 }
 
 

@@ -21,11 +21,11 @@ from mmod.analysis.counting import by_data, meta_copy, pass_flops
 from mmod.analysis.flop_count import flops
 from mmod.data.config import DataConfig
 from mmod.data.labels import Classes, ModelClasses, read_classes
-from mmod.data.loader import BatchStream, evaluation_fields, image_stream
+from mmod.data.loader import BatchStream, evaluation_fields, image_stream, sample_images
 from mmod.methods import Method, methods_of
 from mmod.model import set_capacity_
 from mmod.opening.open import open_model
-from mmod.opening.runs import find_run, model_folder, run_classes
+from mmod.opening.runs import check_same_classes, find_run, model_folder, run_classes
 from mmod.opening.timm import published_classes
 from mmod.opening.transformers import INTERPOLATIONS, read_state
 from mmod.opening.weights import check_size, converted
@@ -38,7 +38,7 @@ from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
-from mmod.training.image.preflight import check_input, check_normalisation, check_outputs, check_same_classes
+from mmod.training.image.preflight import check_input, check_normalisation, check_outputs
 from mmod.training.image.preparation import open_start, wanted_by, with_preparation
 from mmod.training.image.task import ClassificationTask, ElasticTask, create_criterion
 
@@ -241,11 +241,6 @@ def _flops(model: nn.Module, shape: tuple[int, int, int], kept: Mapping[str, flo
         return flops(model, shape, kept=kept).routed
     image = torch.empty(1, *shape, dtype=next(model.parameters()).dtype, device="meta")
     return pass_flops(meta_copy(model), {"image": image})
-
-
-def sample_images(data: DataConfig, count: int) -> Tensor:
-    """Return up to `count` evaluation images, spread over the classes."""
-    return image_stream(dataclasses.replace(data, val_limit=count, batch_size=count)).first_batch()[0]
 
 
 def timed_images(data: DataConfig, size: int, batches: int, device: torch.device) -> list[Tensor]:

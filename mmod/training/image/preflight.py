@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mmod.adapters import find_library, image_facts
 from mmod.data.config import DataConfig
 from mmod.data.labels import Classes
 from mmod.opening.opened import Opened
-from mmod.opening.runs import run_classes
 from mmod.training.image.config import nearest_multiple
 
 
@@ -97,17 +95,4 @@ def check_outputs(classes: Classes, outputs: int | None, *, from_checkpoint: boo
         advice += "; or list the classes of all outputs in a file, data.classes"
     raise ValueError(
         f"the training data has {count} classes, {classes.taken}, and the model {outputs} outputs: {advice}"
-    )
-
-
-def check_same_classes(numbers: Mapping[str, int] | None, checkpoint: str | Path, what: str) -> None:
-    """Raise a ValueError if a run numbers its classes in another way than this model does."""
-    others = run_classes(checkpoint)
-    if numbers is None or others is None or others == numbers:
-        return
-    names = sorted({*numbers, *others})
-    name = next(name for name in names if numbers.get(name) != others.get(name))
-    raise ValueError(
-        f"{what} {str(checkpoint)!r} answers with other classes: {name!r} is {others.get(name, 'none')} there and "
-        f"{numbers.get(name, 'none')} here"
     )
