@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mmod.adapters.halves import Branches
 from mmod.adapters.masks import (
     add_causal,
     hide_empty_slots,
@@ -77,6 +78,39 @@ class Wrapper(nn.Module):
         self.inner: Any = inner
 
 
+@dataclass(frozen=True, kw_only=True)
+class Proof(CallForm, Branches):
+    """How a stack of blocks is called, and what a trial showed of each of its blocks; saved with the model.
+
+    Args:
+        blocks: Name of the list of blocks in the model.
+        projection: Name of the module that shows the grid of patches as a feature map; empty for none.
+        prefix: Leading tokens that are no patches.
+        dim: Channels of a token.
+        patches: Patches of an image in the trial; 0 in models that were saved without.
+        windows: Blocks attend within windows of images, and the model's grids say where these begin.
+        read: Numbers of the blocks whose output the model reads itself, beside the next block.
+        divides: In training, a branch runs on some of the images or tokens, or on none, as stochastic depth by parts of
+            the batch does.
+    """
+
+    blocks: str
+    projection: str
+    prefix: int
+    dim: int
+    # Of the example, and nothing that a model is.
+    patches: int = field(default=0, compare=False)
+    windows: bool = False
+    read: tuple[int, ...] = ()
+    # The rate of stochastic depth may begin at zero.
+    divides: bool = field(default=False, compare=False)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The fields of `CallForm`."""
+        return {part.name: getattr(self, part.name) for part in fields(CallForm)}
+
+
 @dataclass(frozen=True)
 class BlockStack:
     """A stack of residual blocks in a supported model: the model's only one, or a part such as a tower.
@@ -123,7 +157,7 @@ class BlockStack:
     grid: GridSource | None = None
     rows: RowSource | None = None
     windows: SequenceImages | None = None
-    proof: Any = None
+    proof: Proof | None = None
     keys: tuple[str, ...] = ()
 
     @property
@@ -177,7 +211,7 @@ class BlockStack:
         Args:
             blocks: The blocks that a method changed, by name.
         """
-        if self.grid is not None and not getattr(self.proof, "boundaries", ""):
+        if self.grid is not None and not (self.proof is not None and self.proof.boundaries):
             name, block = next(iter(blocks.items()))
             compare = partial(compare_grid, self.grid.read, block, name, self.prefix)
             attach(self.grid.module, ModelHook(after=compare, once=True))
@@ -216,12 +250,6 @@ def by_name(names: Collection[str], args: tuple[object, ...], kwargs: Arguments)
 def _behind_images(rows: Tensor) -> Tensor:
     """Return rows (B or 1, N, H or 1, E) from (N, E), (H, N, E) or (B, H or 1, N, E)."""
     return rows[(None,) * (4 - rows.ndim)].transpose(1, 2)
-
-
-def required_arguments(block: nn.Module) -> tuple[str, ...]:
-    """Return a block's arguments after the tokens that have no default."""
-    parameters = parameters_of_block(block)
-    return tuple(name for name, default in parameters.items() if default is inspect.Parameter.empty)
 
 
 @dataclass(frozen=True, kw_only=True)

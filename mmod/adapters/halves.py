@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.base import required_arguments
-from mmod.blocks import Arguments, ModuleRunner, SilencedHalves, return_input, return_zeros
+from mmod.blocks import Arguments, ModuleRunner, SilencedHalves, parameters_of, return_input, return_zeros
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 TOLERANCE = 1e-4
@@ -73,7 +72,7 @@ class Branches:
         operators = {"attention": self.attention, "mlp": self.mlp}
         halves = None
         if self.halves:
-            required = required_arguments(block)
+            required = _required_arguments(block)
             halves = SilencedHalves(silent_attention, silent_mlp, required, self.fed, self.attends_twice)
         return {
             "operators": {operator: name for operator, name in operators.items() if name},
@@ -164,7 +163,7 @@ class _Search:
             without: Arguments that are left out, or None where they have no default, see `SilencedHalves.feed`.
         """
         arguments = {name: value for name, value in self.arguments.items() if name not in without}
-        missing = dict.fromkeys(name for name in required_arguments(self.block) if name not in arguments)
+        missing = dict.fromkeys(name for name in _required_arguments(self.block) if name not in arguments)
         if x_BND is None:
             x_BND = self.x_BND
         torch.default_generator.manual_seed(0)
@@ -387,3 +386,13 @@ def is_close(actual: Tensor, expected: Tensor) -> bool:
         return False
     largest = float(expected.abs().max())
     return torch.allclose(actual, expected, atol=TOLERANCE * largest, rtol=0.0)
+
+
+def _required_arguments(block: nn.Module) -> tuple[str, ...]:
+    """Return a block's arguments after the tokens that have no default."""
+    after_tokens = list(parameters_of(block).values())[1:]
+    return tuple(
+        value.name
+        for value in after_tokens
+        if value.kind is value.POSITIONAL_OR_KEYWORD and value.default is value.empty
+    )

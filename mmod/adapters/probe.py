@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from mmod.adapters.proven import Proof
+from mmod.adapters.base import Proof
 from mmod.blocks import (
     GRIDS,
     Arguments,

@@ -5,17 +5,13 @@ Axes: B images, N tokens, K slots per image.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from mmod.adapters.base import BlockStack, NamedArguments, parameters_of_block
-from mmod.adapters.halves import Branches
+from mmod.adapters.base import BlockStack, NamedArguments, Proof, parameters_of_block
 from mmod.blocks import (
     WINDOWS,
-    CallForm,
     FlatBlock,
     FormBlock,
     GridSource,
@@ -28,39 +24,6 @@ from mmod.blocks import (
     grid_of_map,
 )
 from mmod.threads import PerThread
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof(CallForm, Branches):
-    """How a stack of blocks is called, and what a trial showed of each of its blocks; saved with the model.
-
-    Args:
-        blocks: Name of the list of blocks in the model.
-        projection: Name of the module that shows the grid of patches as a feature map; empty for none.
-        prefix: Leading tokens that are no patches.
-        dim: Channels of a token.
-        patches: Patches of an image in the trial; 0 in models that were saved without.
-        windows: Blocks attend within windows of images, and the model's grids say where these begin.
-        read: Numbers of the blocks whose output the model reads itself, beside the next block.
-        divides: In training, a branch runs on some of the images or tokens, or on none, as stochastic depth by parts of
-            the batch does.
-    """
-
-    blocks: str
-    projection: str
-    prefix: int
-    dim: int
-    # Of the example, and nothing that a model is.
-    patches: int = field(default=0, compare=False)
-    windows: bool = False
-    read: tuple[int, ...] = ()
-    # The rate of stochastic depth may begin at zero.
-    divides: bool = field(default=False, compare=False)
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """The fields of `CallForm`."""
-        return {part.name: getattr(self, part.name) for part in dataclasses.fields(CallForm)}
 
 
 def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = None) -> NamedArguments:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mmod.adapters.base import has_tensors
+from mmod.adapters.base import Proof, has_tensors
 from mmod.adapters.probe import BlockInputs
-from mmod.adapters.proven import Proof
 from mmod.blocks import MASKS
 from mmod.plain import without
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mmod.adapters.base import BlockStack
+from mmod.adapters.base import BlockStack, Proof
 from mmod.adapters.probe import Example, read_inputs
-from mmod.adapters.proven import Proof, stack_of
+from mmod.adapters.proven import stack_of
 from mmod.adapters.trial import drop_rate, prove, settings_of
 from mmod.blocks import host_class
 from mmod.plain import from_plain
@@ -165,14 +165,12 @@ def _on_cpu() -> AbstractContextManager[object]:
     return cpu
 
 
-def _settings_of_all(blocks: Iterable[nn.Module]) -> tuple[object, ...]:
-    return tuple((settings_of(block), drop_rate(block)) for block in blocks)
+def _settings_of_all(block_list: nn.Module) -> tuple[object, ...]:
+    return tuple((settings_of(block), drop_rate(block)) for block in block_list.children())
 
 
 def share_proofs(model: nn.Module, copied: nn.Module) -> None:
     """Let a fresh copy of a model, which may lie on another device, have its proofs: blocks are not tried again."""
-    blocks: Any
-    twins: Any
     for blocks, twins in zip(model.modules(), copied.modules()):
         known = _PROVEN.get(blocks)
         # What an attribute holds may be copied with the module, and then it differs.

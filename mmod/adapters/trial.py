@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.base import MASKED
+from mmod.adapters.base import MASKED, Proof
 from mmod.adapters.halves import Attended, Branches, find_branches, is_close, shapes_inside, watch_attention
 from mmod.adapters.probe import LAYOUTS, BlockInputs, copy_with, runnable
-from mmod.adapters.proven import Proof, call_of, outer_mixins
+from mmod.adapters.proven import call_of, outer_mixins
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
 from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class, parameters_of
 from mmod.blocks.converted import ConvertedBlock

@@ -145,7 +145,7 @@ class Recursions(Mixture):
 
             attach(owner_of(model, stack), ModelHook(partial(check_texts, self.kind, False)))
         # Tokens that chose fewer recursions than others of their image are hidden as keys.
-        if self.choice == "tokens" or bool(getattr(stack.proof, "rows", ())):
+        if self.choice == "tokens" or (stack.proof is not None and stack.proof.rows):
             stack.refuse_divided(owner_of(model, stack))
 
     def restore(self, model: nn.Module) -> None:

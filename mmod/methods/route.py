@@ -246,7 +246,7 @@ def _refuse_no_choice(stack: BlockStack, config: RoutingConfig) -> None:
 def _runs_inside(stack: BlockStack, config: RoutingConfig) -> bool:
     """Return whether a routing reads or narrows what is inside a block: branches, keys, or rows of arguments."""
     hides_keys = isinstance(config.skipped, Merged) or (config.select != "topk" and not config.router.per_image)
-    has_rows = bool(getattr(stack.proof, "rows", ()))
+    has_rows = stack.proof is not None and bool(stack.proof.rows)
     return config.operator != "block" or hides_keys or has_rows or config.reads_attention(training=True)
 
 

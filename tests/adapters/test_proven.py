@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 import mmod
+from mmod.adapters.base import Proof
 from mmod.adapters.probe import light_copy
-from mmod.adapters.proven import Proof
 from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
 from mmod.cli import main

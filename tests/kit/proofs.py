@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import roles, trial
+from mmod.adapters.base import Proof
 from mmod.adapters.probe import BlockInputs
-from mmod.adapters.proven import Proof
 
 _prove_block = trial._prove_block
 _PROOFS: dict[tuple[object, ...], Proof] = {}

@@ -75,6 +75,7 @@ def row_source(tower: nn.Module, windows: bool) -> RowSource | None:
 def find_vision(path: str, tower: nn.Module) -> BlockStack:
     """Return the layers of a vision tower, with their names in the model around it."""
     stack = find_blocks(tower, "transformers")
+    assert stack.proof is not None
     reads = functools.partial(read_blocks, frozenset(stack.proof.read))
     rows = row_source(tower, bool(stack.proof.windows))
     return dataclasses.replace(stack.below(path), read_blocks=reads, rows=rows)

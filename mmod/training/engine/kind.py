@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -75,6 +76,9 @@ class Kind(Protocol):
     A kind is a frozen dataclass that inherits nothing; all else is a function over a kind. `mmod.training.kinds` lists
     the kinds.
     """
+
+    # What `dataclasses.replace` asks of a dataclass.
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def config(self) -> RunConfig:

@@ -137,8 +137,8 @@ def load_dense(
     return added
 
 
-def create_teacher(kind: Any, name: str, model: nn.Module) -> nn.Module:
-    """Create the dense teacher of a `LoopKind` by its name: a checkpoint of the model's architecture, or another."""
+def create_teacher(kind: LoopKind, name: str, model: nn.Module) -> nn.Module:
+    """Create the dense teacher of a kind by its name: a checkpoint of the model's architecture, or another."""
     named = kind.config.named_teacher(name)
     if named is not None:
         teacher = dataclasses.replace(kind, config=named).prepare()
