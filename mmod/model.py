@@ -160,7 +160,7 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
 
 def _are_options(names: Iterable[str], options: Sequence[str]) -> bool:
     """Return whether all names are options, or misspelt ones, or belong to a part of a config."""
-    return all(similar(name, options, cutoff=0.8) or place_of(name, None, {}) for name in names)
+    return all(similar(name, options, cutoff=0.8) or place_of(name, None) for name in names)
 
 
 def _check_how(name: str, value: object) -> None:

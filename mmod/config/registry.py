@@ -216,6 +216,46 @@ _PARTS = {
 PARTS = tuple(_PARTS)
 
 
+def place_of(option: str, value: object, parts: Mapping[str, Any] | None = None) -> str:
+    """Return the part of a routing that has an option, and how it is passed there; empty if none has it.
+
+    Args:
+        parts: As `read_parts` returns them; None for the defaults.
+    """
+    if parts is None:
+        parts = {"gate": Gate("identity")}
+    for field, known in _PARTS.items():
+        part = parts.get(field, "")
+        cls, present = known.cls, {}
+        if not isinstance(part, str):
+            cls, present = type(part), _named_options(part)
+        if option not in _options_of(cls):
+            continue
+        if field == "router":
+            return _place_in_score(part.name, {**present, option: value})
+        return f"{field}, pass {field}={brief({**present, option: value})}"
+    others = [name for name in SCORES if option in _options_of(SCORES[name])]
+    if not others:
+        return ""
+    return _place_in_score(others[0], {option: value})
+
+
+def _place_in_score(name: str, options: Mapping[str, object]) -> str:
+    arguments = [f"{option}={brief(value)}" for option, value in options.items() if option != "name"]
+    return f"the score {name!r}, pass router=mmod.score({', '.join([repr(name), *arguments])})"
+
+
+def _options_of(cls: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls) if item.name != "name"]
+
+
+def _named_options(part: object) -> dict[str, object]:
+    short = spelled(part)
+    if isinstance(short, str):
+        return {"name": short}
+    return dict(short)
+
+
 def score(name: str, **options: object) -> Score:
     """Return a score with options, for `RoutingConfig(router=...)`.
 
@@ -267,69 +307,11 @@ def read_part(field: str, value: object) -> Any:
     unknown = next((name for name in options if name not in valid_options), None)
     elsewhere = ""
     if unknown is not None:
-        place = place_of(unknown, options[unknown], {})
+        place = place_of(unknown, options[unknown])
         if place:
             elsewhere = f"it belongs to {place}"
     refuse_unknown(f"option of {title}:", options, valid_options, elsewhere)
     return cls(**options)
-
-
-def check_options(values: Mapping[str, object], valid: Sequence[str], fields: Mapping[str, object]) -> None:
-    """Raise a ValueError unless all names are valid options of a routing; that of a part's option says where it goes.
-
-    Args:
-        fields: The routing that the options change, which says what its parts are.
-
-    Example:
-        >>> check_options({"scale": 0.1}, ("gate",), {"gate": "sigmoid"})
-        Traceback (most recent call last):
-        ValueError: unknown routing option scale: it belongs to gate, pass gate={'name': 'sigmoid', 'scale': 0.1}
-    """
-    for name in [name for name in values if name not in valid]:
-        parts = {field: values.get(field, fields.get(field)) for field in PARTS}
-        place = place_of(name, values[name], without_none(parts))
-        owners = [repr(owner) for owner in PRESETS if name in inspect.signature(PRESETS[owner]).parameters]
-        if not place and owners:
-            place = f"preset {' or '.join(owners)}"
-        if place:
-            raise ValueError(f"unknown routing option {name}: it belongs to {place}")
-    refuse_unknown("routing option", values, valid, METHODS_ELSEWHERE)
-
-
-def place_of(option: str, value: object, fields: Mapping[str, object]) -> str:
-    """Return the part of a routing that has an option, and how it is passed there; empty if none has it."""
-    for field, part in read_parts(fields).items():
-        if isinstance(part, str):
-            cls = _PARTS[field].cls
-            present = {}
-        else:
-            cls = type(part)
-            present = _named_options(part)
-        if option not in _options_of(cls):
-            continue
-        if field == "router":
-            return _place_in_score(part.name, {**present, option: value})
-        return f"{field}, pass {field}={brief({**present, option: value})}"
-    others = [name for name in SCORES if option in _options_of(SCORES[name])]
-    if not others:
-        return ""
-    return _place_in_score(others[0], {option: value})
-
-
-def _place_in_score(name: str, options: Mapping[str, object]) -> str:
-    arguments = [f"{option}={brief(value)}" for option, value in options.items() if option != "name"]
-    return f"the score {name!r}, pass router=mmod.score({', '.join([repr(name), *arguments])})"
-
-
-def _options_of(cls: type) -> list[str]:
-    return [item.name for item in dataclasses.fields(cls) if item.name != "name"]
-
-
-def _named_options(part: object) -> dict[str, object]:
-    short = spelled(part)
-    if isinstance(short, str):
-        return {"name": short}
-    return dict(short)
 
 
 def read_parts(fields: Mapping[str, object]) -> dict[str, Any]:
@@ -349,6 +331,28 @@ def read_parts(fields: Mapping[str, object]) -> dict[str, Any]:
         "skipped": read_part("skipped", fields.get("skipped", "pass")),
         "language": read_part("language", language),
     }
+
+
+def check_options(values: Mapping[str, object], valid: Sequence[str], fields: Mapping[str, object]) -> None:
+    """Raise a ValueError unless all names are valid options of a routing; that of a part's option says where it goes.
+
+    Args:
+        fields: The routing that the options change, which says what its parts are.
+
+    Example:
+        >>> check_options({"scale": 0.1}, ("gate",), {"gate": "sigmoid"})
+        Traceback (most recent call last):
+        ValueError: unknown routing option scale: it belongs to gate, pass gate={'name': 'sigmoid', 'scale': 0.1}
+    """
+    for name in [name for name in values if name not in valid]:
+        parts = {field: values.get(field, fields.get(field)) for field in PARTS}
+        place = place_of(name, values[name], read_parts(without_none(parts)))
+        owners = [repr(owner) for owner in PRESETS if name in inspect.signature(PRESETS[owner]).parameters]
+        if not place and owners:
+            place = f"preset {' or '.join(owners)}"
+        if place:
+            raise ValueError(f"unknown routing option {name}: it belongs to {place}")
+    refuse_unknown("routing option", values, valid, METHODS_ELSEWHERE)
 
 
 def revised(fields: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
