@@ -29,7 +29,7 @@ class Trace(Mapping[str, Routing]):
     """Which tokens each routed block kept in the last forward pass, by name: a mapping to `Routing`.
 
     `print(trace)` shows the kept shares, in one line for adjoining blocks that kept the same tokens, and notebooks show
-    them as a table. A routed block is one place; other methods decide in several, such as `blocks.1.mlp.expert2` (an
+    them as a table. A routed block decides once. Other methods decide several times, as in `blocks.1.mlp.expert2` (an
     expert) or `layers.2.recursion1`. A decision on full images has one token per image. In a ResNet, the tokens are
     channels. After `generate`, they are the prompt's if text may not be skipped.
     """
@@ -59,8 +59,8 @@ class Trace(Mapping[str, Routing]):
 
     @property
     def names(self) -> list[str]:
-        """The names of all places, in order, including those without a decision yet."""
-        return [_name(name, place) for name, _, place in self._places()]
+        """The names of all decisions, in order, including those that were not made yet."""
+        return [_name(name, decision) for name, _, decision in self._decisions()]
 
     def start(self) -> None:
         """Record decisions in evaluation too, and forget earlier ones, except for a trace around this one."""
@@ -111,9 +111,9 @@ class Trace(Mapping[str, Routing]):
             return self._closed
         return {
             # Detached: a trace must not keep the graph of the pass alive.
-            _name(name, place): module.mod_record.decisions[place].detach()
-            for name, module, place in self._places()
-            if place in module.mod_record.decisions
+            _name(name, decision): module.mod_record.decisions[decision].detach()
+            for name, module, decision in self._decisions()
+            if decision in module.mod_record.decisions
         }
 
     def decided_alone(self) -> dict[str, Tensor]:
@@ -124,16 +124,16 @@ class Trace(Mapping[str, Routing]):
         routings = self._routings()
         alone: dict[str, Tensor] = {}
         for name, module in self._modules.items():
-            names = {place: _name(name, place) for place in module.mod_places()}
-            decisions = {place: routings[known] for place, known in names.items() if known in routings}
-            alone |= {names[place]: keep_BN for place, keep_BN in module.mod_decided_alone(decisions).items()}
+            names = {decision: _name(name, decision) for decision in module.mod_decision_names()}
+            decisions = {decision: routings[known] for decision, known in names.items() if known in routings}
+            alone |= {names[decision]: keep_BN for decision, keep_BN in module.mod_decided_alone(decisions).items()}
         return alone
 
-    def _places(self) -> Iterator[tuple[str, Deciding, str]]:
-        """Yield the name of each deciding module, the module, and one of its places, in order."""
+    def _decisions(self) -> Iterator[tuple[str, Deciding, str]]:
+        """Yield the name of each deciding module, the module, and the name of one of its decisions, in order."""
         for name, module in self._modules.items():
-            for place in module.mod_places():
-                yield name, module, place
+            for decision in module.mod_decision_names():
+                yield name, module, decision
 
     @property
     def grid(self) -> Grid:
@@ -164,13 +164,13 @@ class Trace(Mapping[str, Routing]):
         return stack.prefix
 
     def kept_shares(self) -> dict[str, float]:
-        """Return the share of tokens that each place kept, mean over the batch."""
+        """Return the share of tokens that each decision kept, mean over the batch."""
         return {name: float(routing.keep_BN.float().mean()) for name, routing in self.items()}
 
     def maps(
         self, prefix: int | None = None, grid: tuple[int, int] | None = None, image_BN: Tensor | None = None
     ) -> Tensor:
-        """Return where patches were kept (places, images, rows, columns).
+        """Return where patches were kept (decisions, images, rows, columns).
 
         Args:
             prefix: Leading tokens that are not patches; None takes the model's.
@@ -273,8 +273,8 @@ class Trace(Mapping[str, Routing]):
     __repr__ = _repr_markdown_ = __str__
 
 
-def _name(module: str, place: str) -> str:
-    return f"{module}.{place}" if place else module
+def _name(module: str, decision: str) -> str:
+    return f"{module}.{decision}" if decision else module
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Record:
     Attributes:
         traced: A trace records decisions, in evaluation too.
         together: Decide jointly as in training, in any mode.
-        decisions: The last decision of each place.
+        decisions: The last decisions, by name.
         losses: The last passes in training mode whose losses were not collected, oldest first. Its length does not
             change: compilers guard on it.
     """
@@ -68,12 +68,12 @@ class Record:
         self.decisions: dict[str, Routing] = {}
         self.losses: list[PassLoss] = [PassLoss() for _ in range(UNCOLLECTED)]
 
-    def keep(self, place: str, routing: Routing) -> None:
+    def keep(self, name: str, routing: Routing) -> None:
         """Record a decision, unless gradient checkpointing repeats it."""
         if recomputing():
             return
-        if place:
-            self.decisions[place] = routing
+        if name:
+            self.decisions[name] = routing
         else:
             # A module that decides once: a compiler that reads the old decisions would guard on their number.
             self.decisions = {"": routing}
@@ -133,7 +133,7 @@ class Deciding(Mixin):
         """This thread's record."""
         return self.mod_state.records.value
 
-    def mod_places(self) -> tuple[str, ...]:
+    def mod_decision_names(self) -> tuple[str, ...]:
         """Return the names of the decisions in a pass, in order; "" for a single one."""
         return ("",)
 
@@ -165,10 +165,10 @@ class Deciding(Mixin):
         return False
 
     def mod_decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens would run if decided independently (B, N), by place; none where evaluation decides so.
+        """Return which tokens would run if decided independently (B, N), by name; none where evaluation decides so.
 
         Args:
-            decisions: The decisions of a pass that decided jointly, by place.
+            decisions: The decisions of a pass that decided jointly, by name.
         """
         return {}
 
@@ -278,6 +278,6 @@ def deciding_modules(model: nn.Module) -> dict[str, Deciding]:
         if not isinstance(module, Deciding) or is_enclosed:
             continue
         modules[name] = module
-        if "" in module.mod_places():
+        if "" in module.mod_decision_names():
             enclosing = f"{name}."
     return modules

@@ -163,7 +163,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         threshold = config.language.inference_threshold
         if threshold is None:
             return {}
-        return {place: config.router.normalised(made.logit_BN) >= threshold for place, made in decisions.items()}
+        return {name: config.router.normalised(made.logit_BN) >= threshold for name, made in decisions.items()}
 
     def mod_losses(self, routing: Routing) -> list[Tensor]:
         """Return a decision's weighted losses, those that the config names."""

@@ -249,8 +249,8 @@ class ExpertMlp(Choosing):
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)
         record = self.mod_record
         if record.traced:
-            for place, decision in zip(self.mod_places(), expert_decisions(rows, prob_BNJ, logit_EBN)):
-                record.keep(place, decision)
+            for name, decision in zip(self.mod_decision_names(), expert_decisions(rows, prob_BNJ, logit_EBN)):
+                record.keep(name, decision)
         if self.training:
             self.mod_tell_of_frozen()
             if self.mod_has_loss:
@@ -267,7 +267,7 @@ class ExpertMlp(Choosing):
                 other.to_empty(device=device).load_state_dict(first)
         self.mod_emptied = False
 
-    def mod_places(self) -> tuple[str, ...]:
+    def mod_decision_names(self) -> tuple[str, ...]:
         """Return the names of the experts, which decide separately."""
         return tuple(f"expert{number + 1}" for number in range(self.mod_state.config.experts))
 

@@ -39,7 +39,7 @@ class Mixture(Method):
         membership: Weight of the loss by which "score" and "predictor" learn to predict the top-k choice.
 
     Attributes:
-        nested: A place of a module decides among the tokens that the place before kept.
+        nested: A module's decision is among the tokens that the decision before kept.
     """
 
     decoders: ClassVar[bool] = True
@@ -98,11 +98,11 @@ class Choosing(Added, Deciding):
             return {}
         alone: dict[str, Tensor] = {}
         candidate_BN = None
-        for place, routing in decisions.items():
+        for name, routing in decisions.items():
             keep_BN = routing.logit_BN >= 0
             if candidate_BN is not None:
                 keep_BN = keep_BN & candidate_BN
-            alone[place] = keep_BN
+            alone[name] = keep_BN
             if config.nested:
                 candidate_BN = routing.keep_BN
         return alone

@@ -228,9 +228,9 @@ class Cycle(Choosing):
             scores = [LinearScore(stack.dim, normalize=False, init_std=0.02, **like) for _ in range(config.recursions)]
             self.routers = nn.ModuleList(scores)
         if config.choice == "predictor":
-            self.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in self.mod_places())
+            self.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in self.mod_decision_names())
 
-    def mod_places(self) -> tuple[str, ...]:
+    def mod_decision_names(self) -> tuple[str, ...]:
         """Return the names of the recursions that choose; the first one runs on all tokens."""
         return tuple(f"recursion{number + 1}" for number in range(1, self.mod_state.config.recursions))
 

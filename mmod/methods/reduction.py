@@ -71,7 +71,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
 
     mod_state: ReducedState
 
-    def mod_places(self) -> tuple[str, ...]:
+    def mod_decision_names(self) -> tuple[str, ...]:
         """Return one name if the block reduces tokens, else none."""
         if self.mod_state.reduction is None:
             return ()
