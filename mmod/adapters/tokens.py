@@ -166,7 +166,9 @@ def _on_cpu() -> AbstractContextManager[object]:
 
 
 def _settings_of_all(block_list: nn.Module) -> tuple[object, ...]:
-    return tuple((settings_of(block), drop_rate(block)) for block in block_list.children())
+    # `children()` would leave out a block that stands twice.
+    blocks = block_list._modules.values()
+    return tuple((settings_of(block), drop_rate(block)) for block in blocks if block is not None)
 
 
 def share_proofs(model: nn.Module, copied: nn.Module) -> None:
