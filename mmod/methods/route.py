@@ -173,7 +173,17 @@ class Route(Method):
     def change(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Convert the blocks of each part in place."""
         # All parts are checked before the first one changes.
-        conversions = {name: prepare(stack, self.parts[name]) for name, stack in stacks.items()}
+        conversions = {}
+        for name, stack in stacks.items():
+            try:
+                conversions[name] = prepare(stack, self.parts[name])
+            except ValueError as error:
+                others = [other for other in stacks if other != name]
+                if not others:
+                    raise
+                raise ValueError(
+                    f"{error}. This is part {name!r}: `mmod.route_(model, {others[0]}=...)` leaves it dense"
+                ) from error
         for name, stack in stacks.items():
             # Where capacities were set after routing, they are those of a saved model, which ran.
             if not self.capacities and not stack.language:

@@ -198,6 +198,16 @@ def test_towers_have_settings_of_their_own() -> None:
     assert set(mmod.capacities(model).values()) == {1.0}
 
 
+@pytest.mark.parametrize("name", ["gradual", "pixelprune"])
+def test_a_preset_for_images_says_how_to_route_the_image_tower_alone(name: str) -> None:
+    model = make_clip("ViT-B-32")
+    with pytest.raises(ValueError, match=r"reads text|rows and columns") as refused:
+        mmod.route_(model, name)
+    assert str(refused.value).endswith("This is part 'text': `mmod.route_(model, image=...)` leaves it dense")
+    assert not mmod.is_routed(model)
+    mmod.route_(model, image=name)
+
+
 def test_one_tower_alone_and_the_other_later() -> None:
     model = mmod.route_(make_clip("ViT-B-32"), RoutingConfig(capacity=0.5), text=None)
     assert all(block.startswith("visual") for block in mmod.routed_blocks(model))
