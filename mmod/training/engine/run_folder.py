@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -178,6 +179,11 @@ def run_once(
         result = read(folder)
         if result is None:
             _check_result_is_due(config)
+        elif rank == 0:
+            before, now = (_root_of(one) for one in (read_run_config(folder), record))
+            if before != now:
+                told = f"{folder} finished with data.root={before!r}, of which its result is: {now!r} is not read"
+                warnings.warn(told, stacklevel=2)
         return result
 
     def write_config() -> None:
@@ -204,6 +210,10 @@ def run_once(
                 _check_files(config)
             result = train(write_config)
         return result
+
+
+def _root_of(record: Mapping[str, Any]) -> object:
+    return (record.get("data") or {}).get("root")
 
 
 def _step_samples(record: Mapping[str, Any]) -> int | None:

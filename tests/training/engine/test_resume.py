@@ -378,7 +378,8 @@ def test_a_run_goes_on_with_the_data_elsewhere_and_damaged_samples_allowed(tmp_p
     config = tiny_config(output=tmp_path / "run", epochs=1)
     finished = run(config)
     data = replace(config.data, on_corrupt="skip", root="elsewhere", max_corrupt=3, workers=2)
-    assert run(replace(config, data=data, log_every=7, checkpoint_every=3)).reused
+    with pytest.warns(UserWarning, match=r"run finished with data.root=.*, of which its result is: 'elsewhere' is not"):
+        assert run(replace(config, data=data, log_every=7, checkpoint_every=3)).reused
     assert finished.folder == str(tmp_path / "run")
     # Its schedule depends on its length.
     longer = replace(config, epochs=2)
