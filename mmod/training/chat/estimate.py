@@ -106,9 +106,9 @@ def estimate(kind: ChatKind) -> ChatEstimate:
     collator, _, train, val = open_data(config, processor, arguments, progress=False)
 
     read = _read(collator, train)
-    faults = len(train.report.faults)
+    faults = [*train.report.faults]
     if val is not None:
-        faults += len(val.report.faults)
+        faults += val.report.faults
     samples = read.samples
     patches = round(mean(count_patches(model, sample) for sample in samples))
 

@@ -142,18 +142,20 @@ def estimate(kind: LoopKind) -> RunEstimate:
 def _reading(train: BatchStream, test: BatchStream, batches: int) -> str:
     """Say how many samples a process has read of each set, and how many of them are left out as broken."""
     read = []
-    broken = 0
+    broken: list[object] = []
     for name, stream, most in (("evaluation", test, math.inf), ("training", train, batches * train.batch_size)):
         if not stream.is_streamed:
             number = min(most, math.ceil(stream.num_samples / stream.world))
             read.append(f"{number} of {name}")
-            broken += len(stream.report.faults)
+            broken += stream.report.faults
     return said_reading(read, broken) if read else ""
 
 
-def said_reading(read: Sequence[str], broken: int) -> str:
-    """Say how many samples of each set were read, and how many of them are left out as broken."""
-    found = f"{broken} broken, left out" if broken else "none is broken"
+def said_reading(read: Sequence[str], broken: Sequence[object]) -> str:
+    """Say how many samples of each set were read, and which of them are left out as broken."""
+    found = "none is broken"
+    if broken:
+        found = "\n".join([f"{len(broken)} broken, left out:", *map(str, broken)])
     return f"samples read: {', '.join(read)}; {found}"
 
 

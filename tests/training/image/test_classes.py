@@ -294,7 +294,8 @@ def test_a_dry_run_reads_some_of_the_training_images_too(tmp_path: Path, monkeyp
     with pytest.raises(CorruptDataError, match=rf"/a/{order[7]}\.png.*\(on_corrupt: skip in data counts"):
         estimate(config)
     skipping = estimate(replace(config, data=replace(config.data, on_corrupt="skip")))
-    assert str(skipping).endswith("\nsamples read: 2 of evaluation, 8 of training; 1 broken, left out")
+    assert "\nsamples read: 2 of evaluation, 8 of training; 1 broken, left out:\n" in str(skipping)
+    assert re.search(rf"/a/{order[7]}\.png: .*\Z", str(skipping))
 
 
 def evaluate_in_processes(folder: str, patches: bool) -> None:
