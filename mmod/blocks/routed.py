@@ -271,7 +271,7 @@ class SpannedBlock(RoutedBlock):
                 tokens = state.call.masks(arguments, x)
             else:
                 tokens = NO_MASKS
-            routing = self._mod_decide(x, span_pass, tokens)
+            routing = self._mod_decide_in_span(x, span_pass, tokens)
         if self.training or state.records.value.traced:
             self.mod_note(routing, x)
         if rows is None:
@@ -314,7 +314,7 @@ class SpannedBlock(RoutedBlock):
                 f"input comes from no pass through that block: run the whole model, or begin at {span.names[0]}"
             )
 
-    def _mod_decide(self, x_BND: Tensor, span_pass: SpanPass, tokens: TokenMasks | TokenGroups) -> Routing:
+    def _mod_decide_in_span(self, x_BND: Tensor, span_pass: SpanPass, tokens: TokenMasks | TokenGroups) -> Routing:
         """Return the block's decision: one that the span knows, one among the tokens kept before, or the router's.
 
         Args:

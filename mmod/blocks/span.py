@@ -31,12 +31,12 @@ class _Remembered(NamedTuple):
     Args:
         tensor: The tensor, or what it is a view of.
         address: See `_address`.
-        look: See `_look`.
+        signature: See `_signature`.
     """
 
     tensor: weakref.ref[Tensor]
     address: int
-    look: tuple[int, ...]
+    signature: tuple[int, ...]
     found: SpanPass
 
 
@@ -219,8 +219,8 @@ class Span:
         """Remember that a tensor between two modules belongs to a pass."""
         if torch.compiler.is_dynamo_compiling():
             return
-        look = _look(y)
-        address = look[0]
+        signature = _signature(y)
+        address = signature[0]
         remembered = self._by_address
 
         def forget(tensor: weakref.ref[Tensor]) -> None:
@@ -232,7 +232,7 @@ class Span:
         kept = y
         if _address(y) and y._base is not None:
             kept = y._base
-        remembered[address] = _Remembered(weakref.ref(kept, forget), _address(kept), look, current)
+        remembered[address] = _Remembered(weakref.ref(kept, forget), _address(kept), signature, current)
 
     def follow(self, x: Tensor, y: Tensor) -> None:
         """Remember that a tensor belongs to the pass of another one, if that is known, whose values it rearranges."""
@@ -244,9 +244,9 @@ class Span:
         """Return the pass that a tensor is remembered to belong to, or None."""
         if torch.compiler.is_dynamo_compiling():
             return None
-        look = _look(x)
-        match = self._by_address.get(look[0])
-        if match is None or match.look != look:
+        signature = _signature(x)
+        match = self._by_address.get(signature[0])
+        if match is None or match.signature != signature:
             return None
         tensor = match.tensor()
         # Memory may be given to another tensor while the first one lives.
@@ -330,7 +330,7 @@ def _address(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def _look(x: Tensor) -> tuple[int, ...]:
+def _signature(x: Tensor) -> tuple[int, ...]:
     """Return what a tensor is told by: where its values lie, how often they were changed in place, and their layout.
 
     A tensor without values of its own is told by the object.
