@@ -17,7 +17,7 @@ from mmod.analysis.counting import by_data
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import DENSE, Look, Measured, Table, evaluated, fill, mean_of
 from mmod.analysis.timing import further_rounds, say_kept
-from mmod.io.files import write_json
+from mmod.io.files import make_folder, write_json
 from mmod.io.jobs import Callback, Runner
 from mmod.io.progress import Stages
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
@@ -251,8 +251,9 @@ def advise(
         searched=samples.searched,
     )
     if folder is not None:
+        # The question first: without it, what a kill leaves would be advice on another one.
+        write_json(make_folder(folder) / QUESTION, question)
         advice.save(folder, overwrite=True)
-        write_json(Path(folder) / QUESTION, question)
     return advice
 
 
