@@ -10,7 +10,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
 from mmod.adapters import find_library, image_facts, load_adapter
 from mmod.data.corrupt import CorruptReport
@@ -93,6 +95,10 @@ def added_arguments(model: nn.Module) -> dict[str, bool]:
     return {name: value for name, value in ANY_SIZE.items() if arguments.get(name) == value}
 
 
+# Samples among which draws are at random.
+_NEIGHBOURS = 64
+
+
 class _PromptsConfig(ConversationsConfig):
     skip_option = "--on_corrupt skip"
     images_option = "--images FOLDER"
@@ -141,9 +147,10 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
     broken = chats.report.faults
     kind = ChatKind(config)
     opened = open_model(load(kind), dense=True)
+    every = math.ceil(len(chats) / options.batch_size)
     # Batches are whole: the last may go beyond the number.
-    number = -(-options.number // options.batch_size)
-    prompts = _a_fifth_first(calibration(kind, opened.model, number, options.batch_size))
+    number = math.ceil(options.number / options.batch_size) * options.batch_size
+    prompts = _drawn(calibration(kind, opened.model, every, options.batch_size), number)
     processor = kind.collator.processor
     tokenizer = processor.tokenizer
 
@@ -158,7 +165,7 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
             resized = config.at_size(size)
         else:
             resized = config.with_pixels(size)
-        return _a_fifth_first(calibration(ChatKind(resized), model, number, options.batch_size))
+        return _drawn(calibration(ChatKind(resized), model, every, options.batch_size), number)
 
     note = f"The model is {opened.sentence}."
     if broken:
@@ -166,12 +173,31 @@ def read_prompts(options: argparse.Namespace) -> ReadPrompts:
     return ReadPrompts(opened.model, prompts, is_right, at_size, pixel_limits_of(processor), note, len(chats))
 
 
-def _a_fifth_first(loader: Any) -> Iterable[object]:
-    """Return batches of which the first are a fifth of few prompts: plans are searched on these alone."""
-    prompts = loader.dataset
+def drawn_evenly(total: int, count: int) -> list[int]:
+    """Return up to `count` of `total` positions, spread over them, and at random among neighbours.
+
+    Every k-th one would leave out whole kinds of samples where these take turns.
+
+    Example:
+        >>> drawn_evenly(6, 9)
+        [0, 1, 2, 3, 4, 5]
+    """
+    count = min(count, total)
+    draw = np.random.default_rng(0)
+    mixed: list[int] = []
+    for start in range(0, total, _NEIGHBOURS):
+        mixed += draw.permutation(range(start, min(start + _NEIGHBOURS, total))).tolist()
+    return sorted(mixed[number * total // count] for number in range(count))
+
+
+def _drawn(loader: Any, number: int) -> Iterable[object]:
+    """Return batches of so many prompts in random order; of few, the first holds a fifth, where plans are searched."""
+    drawn = drawn_evenly(len(loader.dataset), number)
+    prompts = Subset(loader.dataset, np.random.default_rng(0).permutation(drawn).tolist())
     fifth = math.ceil(len(prompts) / 5)
     if fifth >= loader.batch_size:
-        return loader
+        # An explicit generator: the loader would otherwise draw from the global one.
+        return DataLoader(prompts, loader.batch_size, collate_fn=loader.collate_fn, generator=torch.Generator())
     ends = [0, *range(fifth, len(prompts), loader.batch_size), len(prompts)]
     batches = []
     for start, end in pairwise(ends):
@@ -193,10 +219,10 @@ def read_images(
     source = FolderSource(folder, "", train_split="", model=names, labelled=False)
     report = CorruptReport(on_corrupt, skip="--on_corrupt skip")  # type: ignore[arg-type]
     # Folders stand in order of their classes, so that the first images would be those of one.
-    positions = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
+    positions = np.array(drawn_evenly(len(source), number))
     preprocessing = opened.preprocessing
     reader = ImageReader(source, preprocessing.mode, preprocessing.transform())
-    images, labels, faults = reader.read(positions.astype(int), None)
+    images, labels, faults = reader.read(positions, None)
     report.add(faults)
     if not len(labels):
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")

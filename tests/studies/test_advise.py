@@ -9,10 +9,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from open_clip.model import set_model_preprocess_cfg
 from PIL import Image
 from safetensors.torch import save_file
@@ -27,10 +30,10 @@ from mmod.data import DataConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.methods import methods_of
-from mmod.planning import Candidate, trials, untrained
+from mmod.planning import Advice, Candidate, trials, untrained
 from mmod.planning.prompts import questions_of
 from mmod.studies import advise
-from mmod.studies.advised import open_advised, read_prompts
+from mmod.studies.advised import drawn_evenly, open_advised, read_prompts
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig as ChatModelConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
@@ -137,6 +140,26 @@ def test_every_question_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pyt
         "images-two-batch_size-2",
         "images-one-mean-0.5-0.5-0.4-faster-1.5",
     }
+
+
+def test_advice_that_was_killed_between_its_files_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few_series(monkeypatch, "gradual")
+    make_folder(tmp_path / "images", 2, 3)
+    timm.models.save_for_hf(timm.create_model("test_vit", num_classes=2), "saved", safe_serialization=True)
+    command = ["advise", "saved", "--images", "images", "--output", "advice"]
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Advice, "plot", kill)
+        with pytest.raises(SystemExit):
+            main(command)
+    main(command)
+    assert visible(tmp_path / "advice") == {"advice.json", "advice.md", "advice.png", "question.json", "store.jsonl"}
 
 
 def test_a_checkpoint_of_as_many_classes_is_evaluated_by_accuracy(
@@ -278,6 +301,22 @@ def test_prompts_that_cannot_be_read_are_counted_and_named(tmp_path: Path) -> No
     with pytest.raises(CorruptDataError, match=told):
         read_prompts(advise._parser().parse_args(line[:-2]))
     read_prompts(advise._parser().parse_args([*line[:-2], "--images", str(tmp_path)]))
+
+
+@given(total=st.integers(1, 500), count=st.integers(1, 600))
+def test_samples_are_drawn_over_all_and_each_once(total: int, count: int) -> None:
+    drawn = drawn_evenly(total, count)
+    assert len(drawn) == min(total, count)
+    assert drawn == sorted(set(drawn))
+    even = [number * total / len(drawn) for number in range(len(drawn))]
+    assert drawn == pytest.approx(even, rel=0, abs=64)
+
+
+@pytest.mark.parametrize("count", [300, 600, 900, 1200])
+def test_kinds_that_take_turns_are_drawn_alike(count: int) -> None:
+    """Every k-th of 1,800 samples would be of one kind in six, or of three."""
+    kinds = np.bincount([number % 6 for number in drawn_evenly(1800, count)], minlength=6)
+    assert kinds.min() > 0.7 * count / 6
 
 
 def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -544,8 +583,9 @@ def test_fewer_pixels_of_images_of_any_size_are_compared(
     advice = mmod.advise(read.model, batches, at_size=read.at_size, pixel_limits=limits, **show)
     rows = {row.name: row for row in advice.rows}
     assert set(rows) == {f"fewer-pixels-{share}" for share in (0.7, 0.5, 0.35)}
-    # Plans are searched on the first batch.
-    pictures = [Image.open(tmp_path / f"{number}.png") for number in range(2, 6)]
+    # Plans are searched on the first batch of this order.
+    order = np.random.default_rng(0).permutation(6)
+    pictures = [Image.open(tmp_path / f"{number}.png") for number in order[2:]]
     pixels = [picture.width * picture.height for picture in pictures]
 
     def counted(processor: Any) -> list[int]:
