@@ -23,7 +23,7 @@ from mmod.planning.choice import (
     reaches,
 )
 from mmod.planning.early import COSINES
-from mmod.planning.samples import AGREEMENT, ALONE
+from mmod.planning.samples import AGREEMENT, ALONE, MIX
 from mmod.planning.untrained import FASTER_SHARES, image_series
 from mmod.planning.verdict import Verdict, beside_controls, say_guessing, verdict_of
 
@@ -290,7 +290,7 @@ class Advice:
             # Which labels decide, and what was left undone, is asked right behind the verdict.
             *self.remarks,
             f"{dense}.",
-            *filter(None, [self._unlike_dense]),
+            *filter(None, [self._unlike_dense, self._slower_as_they_come]),
             self._marks,
             *self._on_few,
             *filter(None, [unanswered, self._too_small, self._to_be_faster]),
@@ -363,6 +363,16 @@ class Advice:
             return ""
         answers = f"fewer than {100 * _LIKE_DENSE:g} % of the answers"
         return f"Of the recipes named above, {answers} equal the dense model's with {', '.join(low)}."
+
+    @property
+    def _slower_as_they_come(self) -> str:
+        """Say which recipes of the verdict slow down prompts of different lengths, whatever they do on equal ones."""
+        by_name = {row.name: row for row in self.rows}
+        mixed = {name: by_name[name].speedups[MIX] for name in self.verdict.named if MIX in by_name[name].speedups}
+        slow = [f"{name} ({speedup.shown.median:.2f})" for name, speedup in mixed.items() if speedup.shown.median < 1]
+        if not slow:
+            return ""
+        return f"Of the recipes named above, these are slower than the dense model on the mix: {', '.join(slow)}."
 
     @property
     def _in_larger_batches(self) -> str:

@@ -383,7 +383,7 @@ class Prompts:
             self.timed = {BATCH: equal, MIX: batches[0]}
             self.note = (
                 "Speed-ups are those of prompts of equal length, and decide. Those of the mix are of prompts as they "
-                "come, padded to one length; computing padding slows down the dense model most."
+                "come, padded to one length."
             )
         self.read = [_read(batch) for batch in batches]
         tops = []

@@ -209,6 +209,16 @@ def advice_of(rows: list[tuple[str, float, Estimate, Estimate | None]]) -> Advic
     return Advice(results, {}, "agreement", accuracy, 10.0, 8, 64, 0.02)
 
 
+def test_a_recipe_that_is_slower_on_prompts_of_different_lengths_says_so() -> None:
+    change = Estimate(0.0, -0.01, 0.01)
+    told = "- Of the recipes named above, these are slower than the dense model on the mix: named (0.80)."
+    for mix, is_told in ((0.8, True), (1.0, False)):
+        advice = advice_of([("named", 1.6, Estimate(0.95, 0.9, 0.98), change)])
+        (row,) = advice.rows
+        row = dataclasses.replace(row, speedups={"mix": Spread(mix, mix, mix)})
+        assert (told in str(dataclasses.replace(advice, rows=(row,)))) == is_told
+
+
 def test_a_recipe_whose_answers_often_differ_from_the_dense_models_says_so_beside_its_accuracy() -> None:
     change = Estimate(-0.01, -0.03, 0.01)
     other = ("other", 1.6, Estimate(0.74, 0.65, 0.82), change)
