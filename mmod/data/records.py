@@ -163,7 +163,7 @@ def _check_message(index: int, said: object) -> Message:
         # Newer formats split a message into parts; joined, they are the text of older ones.
         text = "".join(_part_text(index, part) for part in text)
     if not isinstance(said, Mapping) or not isinstance(text, str):
-        raise ValueError(f"message {index} is not of the form {{from, value}} or {{role, content}}")
+        raise ValueError(f"message {index} is not of the form {{from, value}} or {{role, content}}, both texts")
     if not isinstance(name, str) or name not in ROLES:
         raise ValueError(f"message {index} is from {brief(name)}; valid: {', '.join(ROLES)}")
     filled = [key for key, value in said.items() if value]
