@@ -53,7 +53,6 @@ from mmod.blocks import (
     is_converted,
     map_rows,
     name_arguments,
-    parameters_of,
 )
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, attend_to_captured, keys_and_values
@@ -136,7 +135,7 @@ class BlockStack:
         rows: Where a tower gets each patch of its images as a row of pixels; None if it does not.
         windows: Tells blocks the images if some attend within windows, else None.
         proof: What a trial showed of the blocks; None where the adapter knows them.
-        keys: Names of the blocks in the list, where they are not their numbers.
+        keys: Names of the blocks in the list; none where they are their numbers.
     """
 
     block_list: str
@@ -230,12 +229,6 @@ def has_tensors(value: object) -> bool:
     if type(value) in (tuple, list, dict):
         leaves = tree_leaves(value)
     return any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves)
-
-
-def parameters_of_block(block: nn.Module) -> dict[str, object]:
-    """Return what a block's forward takes after the tokens: each argument's default, `Parameter.empty` for none."""
-    after_tokens = list(parameters_of(block).values())[1:]
-    return {value.name: value.default for value in after_tokens if value.kind is value.POSITIONAL_OR_KEYWORD}
 
 
 def by_name(names: Collection[str], args: tuple[object, ...], kwargs: Arguments) -> Arguments:

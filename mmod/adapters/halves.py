@@ -6,6 +6,7 @@ guessed. Axes: B images, N tokens, D channels.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import Arguments, ModuleRunner, SilencedHalves, parameters_of, return_input, return_zeros
+from mmod.blocks import Arguments, ModuleRunner, SilencedHalves, parameters_of_block, return_input, return_zeros
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 TOLERANCE = 1e-4
@@ -390,9 +391,5 @@ def is_close(actual: Tensor, expected: Tensor) -> bool:
 
 def _required_arguments(block: nn.Module) -> tuple[str, ...]:
     """Return a block's arguments after the tokens that have no default."""
-    after_tokens = list(parameters_of(block).values())[1:]
-    return tuple(
-        value.name
-        for value in after_tokens
-        if value.kind is value.POSITIONAL_OR_KEYWORD and value.default is value.empty
-    )
+    parameters = parameters_of_block(block)
+    return tuple(name for name, default in parameters.items() if default is inspect.Parameter.empty)

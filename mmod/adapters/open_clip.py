@@ -22,7 +22,7 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import BlockStack, NamedArguments, Part, parameters_of_block
+from mmod.adapters.base import BlockStack, NamedArguments, Part
 from mmod.adapters.halves import Branches
 from mmod.adapters.masks import narrow_queries
 from mmod.adapters.projections import projections_of
@@ -34,6 +34,7 @@ from mmod.blocks import (
     Span,
     grid_of_map,
     host_class,
+    parameters_of_block,
 )
 from mmod.config import RoutingConfig
 from mmod.ops.views import is_visible

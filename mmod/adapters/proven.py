@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mmod.adapters.base import BlockStack, NamedArguments, Proof, parameters_of_block
+from mmod.adapters.base import BlockStack, NamedArguments, Proof
 from mmod.blocks import (
     WINDOWS,
     FlatBlock,
@@ -22,6 +22,7 @@ from mmod.blocks import (
     Shell,
     StackCalls,
     grid_of_map,
+    parameters_of_block,
 )
 from mmod.threads import PerThread
 

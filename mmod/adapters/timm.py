@@ -28,10 +28,10 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 
 from mmod.adapters import tokens
-from mmod.adapters.base import BlockStack, NamedArguments, Part, parameters_of_block
+from mmod.adapters.base import BlockStack, NamedArguments, Part
 from mmod.adapters.projections import projections_of
 from mmod.adapters.saving import Saving, check_keys, parameters
-from mmod.blocks import Arguments, GridSource, Halves, grid_of_map, host_class
+from mmod.blocks import Arguments, GridSource, Halves, grid_of_map, host_class, parameters_of_block
 from mmod.config import ROUTING_FIELDS
 from mmod.ops.context import ProjectionName
 from mmod.plain import without

@@ -31,6 +31,7 @@ from mmod.blocks.conversion import (
     mixins_of,
     modules_of,
     parameters_of,
+    parameters_of_block,
     positional_names,
     remove,
 )

@@ -165,6 +165,12 @@ def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(list(inspect.signature(host_class(module).forward).parameters.items())[1:])
 
 
+def parameters_of_block(block: nn.Module) -> dict[str, object]:
+    """Return what a block's forward takes after the tokens: each argument's default, `Parameter.empty` for none."""
+    after_tokens = list(parameters_of(block).values())[1:]
+    return {value.name: value.default for value in after_tokens if value.kind is value.POSITIONAL_OR_KEYWORD}
+
+
 def positional_names(module: nn.Module) -> tuple[str, ...]:
     """Return what the arguments in order of a host's forward are called, "*args" where it takes any number of them."""
     titles = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmod.adapters.base import BlockStack, parameters_of_block
+from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.families import (
     BY_TOKEN,
     branch_ends,
@@ -24,7 +24,7 @@ from mmod.adapters.transformers.families import (
 from mmod.adapters.transformers.groups import GroupReader, mark_pairs
 from mmod.adapters.transformers.images import ImageTokens
 from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, RecurrentLayerCall
-from mmod.blocks import Mixin, ModelHook, host_class
+from mmod.blocks import Mixin, ModelHook, host_class, parameters_of_block
 from mmod.config import RoutingConfig
 
 
