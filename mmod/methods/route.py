@@ -184,7 +184,6 @@ class Route(Method):
                 raise ValueError(
                     f"{error}. This is part {name!r}: `mmod.route_(model, {others[0]}=...)` leaves it dense"
                 ) from error
-        for name, stack in stacks.items():
             # Where capacities were set after routing, they are those of a saved model, which ran.
             if not self.capacities and not stack.language:
                 _refuse_no_choice(stack, self.parts[name])

@@ -345,7 +345,8 @@ class Recommendation:
                 speeds.setdefault(chosen.name, []).append(f"{speed:g}")
         # By their means, these look better than what the interval chooses.
         starred = [model for model in self._advised if self.speed and model.on_front and _reaches(self.speed)(model)]
-        speeds |= {model.name: speeds.get(model.name, []) for model in starred}
+        for model in starred:
+            speeds.setdefault(model.name, [])
         awaited = []
         if self.speed is None and self.is_tested:
             awaited = self._awaited
