@@ -98,7 +98,7 @@ def declared(model: nn.Module, tokens: Tokens | None) -> Iterator[None]:
 
 
 def said_of(model: nn.Module) -> str:
-    """Return the argument of Python that says of a model what is declared of its images; empty for nothing."""
+    """Return the argument `tokens=...`, as Python, that declares the example of a model; empty where it has none."""
     said = vars(model).get(_TOKENS)
     return "" if said is None else f"tokens=mmod.Tokens(example=torch.zeros{tuple(said.example.shape)})"
 
